@@ -1,0 +1,53 @@
+"""headattr: why an attention head looks where it looks, and what it moves from there.
+
+import headattr
+store = headattr.attribute("demo", "demo", ["some text"], "results")
+answer = headattr.explain_edge("demo", "demo", "some text", "L3H0", 8, 4)
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+_PUBLIC = {
+    "attribute": "headattr.pipeline",
+    "explain_edge": "headattr.explain",
+    "open_store": "headattr.store.reader",
+    "Store": "headattr.store.reader",
+    "RunConfig": "headattr.config",
+    "Edge": "headattr.edges",
+    "HeadId": "headattr.edges",
+    "PlainDictionary": "headattr.basis.plain",
+    "HeadattrError": "headattr.errors",
+}
+__all__ = [
+    "Edge",
+    "HeadId",
+    "HeadattrError",
+    "PlainDictionary",
+    "RunConfig",
+    "Store",
+    "attribute",
+    "explain_edge",
+    "open_store",
+]
+
+if TYPE_CHECKING:
+    from headattr.basis.plain import PlainDictionary
+    from headattr.config import RunConfig
+    from headattr.edges import Edge, HeadId
+    from headattr.errors import HeadattrError
+    from headattr.explain import explain_edge
+    from headattr.pipeline import attribute
+    from headattr.store.reader import Store, open_store
+
+
+def __getattr__(name: str) -> Any:
+    """Import public names when they are first used."""
+    if name not in _PUBLIC:
+        raise AttributeError(f"module 'headattr' has no attribute {name!r}")
+    return getattr(import_module(_PUBLIC[name]), name)
+
+
+def __dir__() -> list[str]:
+    """The public names."""
+    return list(__all__)

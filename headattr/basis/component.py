@@ -1,0 +1,155 @@
+"""What every basis gives: components that sum to the residual stream, and directions that read it.
+
+    x_i = sum_f coef_if d_f + (named components of i)          named: bias, error, position, ...
+
+`coef` is the dictionary's own activation times any scale that depends on the position (layer_norm and the
+like), so that the equality holds in the model's own units. The sums are kept in float64, so that a dictionary
+whose parts are far larger than x_i (a poor one, or a position that swallows attention) still adds up.
+"""
+
+from typing import NamedTuple, Protocol
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from headattr.model.capture import PromptCapture
+
+
+class ActiveFeatures(NamedTuple):
+    """Which features are active where: CSR by position, ids ascending within a position."""
+
+    ptr: Int[Tensor, "pos_plus_1"]
+    ids: Int[Tensor, "active"]
+    acts: Float[Tensor, "active"]
+    """The dictionary's own activation."""
+
+    @property
+    def counts(self) -> Int[Tensor, "pos"]:
+        """How many features each position has."""
+        return self.ptr.diff()
+
+    @property
+    def positions(self) -> Int[Tensor, "active"]:
+        """The position of each entry."""
+        return torch.arange(len(self.counts), device=self.ids.device).repeat_interleave(self.counts)
+
+    @property
+    def slots(self) -> Int[Tensor, "active"]:
+        """The index of each entry within its position's list."""
+        return torch.arange(len(self.ids), device=self.ids.device) - self.ptr[self.positions]
+
+    def padded(self, rows: Float[Tensor, "active *rest"]) -> Float[Tensor, "pos slot *rest"]:
+        """Per-entry rows laid out by position and slot, zeros behind each position's last."""
+        width = int(self.counts.max()) if len(self.counts) else 0
+        out = rows.new_zeros(len(self.counts), width, *rows.shape[1:])
+        out[self.positions, self.slots] = rows
+        return out
+
+
+class Components(NamedTuple):
+    """One prompt's residual stream at one site, written as a sum."""
+
+    kind: str
+    """Kind of the sparse components: feature, or token."""
+    active: ActiveFeatures
+    coefs: Float[Tensor, "active"]
+    sparse_sum: Float[Tensor, "pos d_model"]
+    """The sum of all features, float64."""
+    named: dict[str, Float[Tensor, "pos d_model"]]
+    """float64; bias always, first: what the norm and the head's own biases add is counted with it."""
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Kinds in the order of the totals: the sparse kind, then the named components."""
+        return (self.kind, *self.named)
+
+
+class Reads(NamedTuple):
+    """What output features read of the stream, at one site, for one prompt: r_t = scale * row[t]."""
+
+    active: ActiveFeatures
+    """The output features to consider at each position; their own activations."""
+    rows: Float[Tensor, "features d_model"]
+    scale: Float[Tensor, "active"]
+    pos_scale: Float[Tensor, "pos"] | None
+    """The scale of any feature at a position; None where it depends on the activation (decoder reads)."""
+    read: str
+    """encoder, decoder or unembed."""
+
+
+class Basis(Protocol):
+    """A way to write the residual stream before one layer as components."""
+
+    layer: int
+    """The layer whose resid_pre it decomposes."""
+    directions: Float[Tensor, "features d_model"]
+    """What each feature writes, in model units."""
+    about: "SourceInfo"
+
+    def active(self, prompt: PromptCapture) -> ActiveFeatures:
+        """Which features are active where."""
+        ...
+
+    def components(self, prompt: PromptCapture, active: ActiveFeatures) -> Components:
+        """The prompt's residual stream as a sum."""
+        ...
+
+    def reads(self, prompt: PromptCapture, active: ActiveFeatures, read: str) -> Reads:
+        """What the features read of the stream, as outputs."""
+        ...
+
+
+class SourceInfo(NamedTuple):
+    """Where a basis or an output came from and what was assumed; stored with every run."""
+
+    kind: str
+    """sae, tokens, plain or unembed."""
+    layer: int
+    name: str
+    path: str | None
+    n_features: int
+    activation: str
+    hash: str
+    assumed: tuple[str, ...]
+    prepend_bos: bool | None
+    labels: str | None
+    """Path of a labels.jsonl, or None."""
+
+
+def active_of(acts: Float[Tensor, "pos d_sae"]) -> ActiveFeatures:
+    """The non-zero activations (abstopk has negative ones)."""
+    positions, ids = acts.nonzero(as_tuple=True)
+    counts = torch.bincount(positions, minlength=len(acts))
+    ptr = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+    return ActiveFeatures(ptr, ids, acts[positions, ids])
+
+
+def sum_dtype(device: torch.device) -> torch.dtype:
+    """float64, where the device has it."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def decompose(
+    x: Float[Tensor, "pos d_model"],
+    active: ActiveFeatures,
+    coefs: Float[Tensor, "active"],
+    directions: Float[Tensor, "features d_model"],
+    bias: Float[Tensor, "pos d_model"],
+) -> Components:
+    """Features, bias and the error that makes their sum x."""
+    exact = sum_dtype(x.device)
+    total = torch.zeros_like(x, dtype=exact)
+    if len(active.ids):
+        unique, inverse = active.ids.unique(return_inverse=True)
+        total = torch.nn.functional.embedding_bag(
+            inverse,
+            directions[unique].to(exact),
+            active.ptr[:-1],
+            mode="sum",
+            per_sample_weights=coefs.to(exact),
+        )
+    bias = bias.to(exact)
+    return Components(
+        "feature", active, coefs, total, {"bias": bias, "error": x.to(exact) - total - bias}
+    )

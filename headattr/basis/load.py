@@ -1,0 +1,68 @@
+"""Dictionaries that were asked for -> bases and outputs, each loaded once, refused before any forward pass."""
+
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from headattr.basis.formats import saelens
+from headattr.basis.plain import PlainDictionary, plain_basis
+from headattr.basis.sae import check_fit, from_object, load_sae
+from headattr.basis.tokens import token_basis
+from headattr.basis.unembed import unembed_output
+from headattr.config import SourceSpec
+from headattr.errors import DictionaryError, UsageError
+from headattr.model.load import LoadedModel
+
+
+class Sources(NamedTuple):
+    """Everything that decomposes or reads the stream in one run."""
+
+    bases: dict[int, Any]
+    """By the layer whose resid_pre each decomposes."""
+    outputs: dict[int, Any]
+    """By the layer at which each reads; n_layers for the unembedding."""
+
+
+def check_files(specs: list[SourceSpec]) -> None:
+    """Look at every dictionary file before a model is loaded: whole, complete, of the right site."""
+    for spec in specs:
+        if spec.kind == "sae" and isinstance(spec.target, Path):
+            check_fit(saelens.read_config(spec.target), spec.layer, None, str(spec.target))
+
+
+def load_sources(model: LoadedModel, basis: list[SourceSpec], output: list[SourceSpec]) -> Sources:
+    """Load all; the same dictionary given as basis and as output is one object."""
+    bases = {spec.layer: _load(model, spec, "basis") for spec in basis}
+    outputs: dict[int, Any] = {}
+    for spec in output:
+        twin = next((b for b, s in zip(bases.values(), basis, strict=True) if _same(s, spec)), None)
+        found = twin if twin is not None else _load(model, spec, "output")
+        outputs[found.layer] = found
+    return Sources(bases, outputs)
+
+
+def _same(one: SourceSpec, other: SourceSpec) -> bool:
+    return one.layer == other.layer and (
+        one.target is other.target or (one[:2] == other[:2] and one.target == other.target)
+    )
+
+
+def _load(model: LoadedModel, spec: SourceSpec, role: Literal["basis", "output"]) -> Any:
+    n_layers = len(model.layers)
+    highest = n_layers - 1 if role == "basis" else n_layers
+    if spec.layer > highest:
+        raise DictionaryError(f"--{role} {spec.layer}=...: the model's layers are 0 to {highest}")
+    fit: dict[str, Any] = {"d_model": model.d_model, "dtype": model.dtype, "device": model.device}
+    if spec.kind == "tokens":
+        return token_basis(model)
+    if spec.kind == "unembed":
+        return unembed_output(model)
+    if isinstance(spec.target, PlainDictionary):
+        return plain_basis(spec.target, spec.layer, **fit)
+    if isinstance(spec.target, Path):
+        return load_sae(spec.target, spec.layer, **fit)
+    if hasattr(spec.target, "encode") and hasattr(spec.target, "W_dec"):
+        return from_object(spec.target, spec.layer, **fit)
+    raise UsageError(
+        f"--{role} at layer {spec.layer}: found a {type(spec.target).__name__}; expected a folder, a sae_lens.SAE, "
+        "a PlainDictionary or 'tokens'"
+    )

@@ -1,0 +1,96 @@
+"""Plain directions and activations: a dictionary of any origin, with its activations computed elsewhere."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from headattr.basis.component import (
+    ActiveFeatures,
+    Components,
+    Reads,
+    SourceInfo,
+    active_of,
+    decompose,
+)
+from headattr.errors import DictionaryError
+from headattr.model.capture import PromptCapture
+from headattr.model.load import hash_tensors
+
+
+@dataclass(frozen=True)
+class PlainDictionary:
+    """What a user hands in: directions, a bias, and the activations of every prompt of the run."""
+
+    directions: Float[Tensor, "features d_model"]
+    activations: Sequence[Float[Tensor, "pos features"]]
+    """One tensor a prompt, in the order of the prompts."""
+    bias: Float[Tensor, "d_model"] | None = None
+
+
+@dataclass(frozen=True)
+class PlainBasis:
+    """A PlainDictionary at one layer: x_i = a_i D + b + e_i."""
+
+    layer: int
+    directions: Float[Tensor, "features d_model"]
+    bias: Float[Tensor, "d_model"]
+    activations: Sequence[Float[Tensor, "pos features"]]
+    about: SourceInfo
+
+    def active(self, prompt: PromptCapture) -> ActiveFeatures:
+        """The activations that were handed in for this prompt."""
+        return active_of(self._activations(prompt.resid[self.layer], prompt.index))
+
+    def components(self, prompt: PromptCapture, active: ActiveFeatures) -> Components:
+        """Features, bias and error of resid_pre; they sum to it."""
+        x = prompt.resid[self.layer]
+        return decompose(x, active, active.acts, self.directions, self.bias.expand_as(x))
+
+    def reads(self, prompt: PromptCapture, active: ActiveFeatures, read: str) -> Reads:
+        """Decoder reads a_t d_t; there is no encoder."""
+        if read != "decoder":
+            raise DictionaryError(
+                f"{self.about.name} has no encoder to read with; use --read decoder"
+            )
+        return Reads(active, self.directions, active.acts, None, read)
+
+    def _activations(self, x: Tensor, index: int) -> Tensor:
+        if index >= len(self.activations):
+            raise DictionaryError(f"{self.about.name} has no activations for prompt {index}")
+        given = self.activations[index].to(x)
+        if given.shape != (len(x), len(self.directions)):
+            raise DictionaryError(
+                f"{self.about.name}: activations of prompt {index} are {tuple(given.shape)}; expected "
+                f"{(len(x), len(self.directions))} (positions, features)"
+            )
+        if not given.isfinite().all():
+            raise DictionaryError(
+                f"{self.about.name}: activations of prompt {index} are not finite"
+            )
+        return given
+
+
+def plain_basis(
+    plain: PlainDictionary, layer: int, *, d_model: int, dtype: torch.dtype, device: torch.device
+) -> PlainBasis:
+    """A basis at `layer`, in the model's type and on its device."""
+    if plain.directions.ndim != 2 or plain.directions.shape[1] != d_model:
+        raise DictionaryError(
+            f"plain directions are {tuple(plain.directions.shape)}; expected (features, {d_model})"
+        )
+    directions = plain.directions.to(device, dtype)
+    bias = (
+        torch.zeros(d_model, dtype=dtype, device=device)
+        if plain.bias is None
+        else plain.bias.to(directions)
+    )
+    named = {"directions": plain.directions, "bias": bias}
+    named |= {f"activations.{i:06d}": a for i, a in enumerate(plain.activations)}
+    about = SourceInfo(
+        "plain", layer, f"plain directions at layer {layer}", None, len(directions), "given",
+        hash_tensors(named.items()), (), None, None,
+    )  # fmt: skip
+    return PlainBasis(layer, directions, bias, plain.activations, about)

@@ -1,0 +1,80 @@
+"""The unembedding as an output: its "features" are tokens, read through the frozen final norm.
+
+r_t = (gamma * W_U[t], centred for LayerNorm) / sigma_i          direct logit attribution
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from headattr.basis.component import ActiveFeatures, Reads, SourceInfo
+from headattr.model.capture import PromptCapture
+from headattr.model.family import Unembedding
+from headattr.model.load import LoadedModel
+
+N_PREDICTED = 16
+"""A position's active tokens: the model's strongest predictions, and the token that follows."""
+
+
+@dataclass(frozen=True)
+class UnembedOutput:
+    """Logits as an output; `layer` is the number of layers, so that it follows every head."""
+
+    layer: int
+    unembedding: Unembedding
+    about: SourceInfo
+
+    @cached_property
+    def rows(self) -> Float[Tensor, "vocab d_model"]:
+        """W_U with the final norm's gain and centring folded in."""
+        return self.unembedding.norm.fold(self.unembedding.W_U.T).T.contiguous()
+
+    def active(self, prompt: PromptCapture) -> ActiveFeatures:
+        """The tokens that the model predicts most and the one that follows; activation is the logit."""
+        x = prompt.resid[self.layer]
+        norm, W_U, b_U = self.unembedding
+        logits = x @ self.rows.T / norm.sigma(x)[:, None] + norm.constant(W_U.T)
+        return _predicted(logits if b_U is None else logits + b_U, prompt.tokens)
+
+    def reads(self, prompt: PromptCapture, active: ActiveFeatures, read: str) -> Reads:
+        """Token rows over the frozen final scale; the same whatever `read` says."""
+        sigma = self.unembedding.norm.sigma(prompt.resid[self.layer])
+        return Reads(active, self.rows, 1 / sigma[active.positions], 1 / sigma, "unembed")
+
+
+def unembed_output(model: LoadedModel) -> UnembedOutput:
+    """The unembedding of a model."""
+    unembedding = model.family.unembedding(model.hf)
+    activation = f"the {N_PREDICTED} strongest predictions and the token that follows"
+    about = SourceInfo(
+        "unembed",
+        len(model.layers),
+        "unembed",
+        None,
+        len(unembedding.W_U),
+        activation,
+        "unembed",
+        (),
+        None,
+        None,
+    )
+    return UnembedOutput(len(model.layers), unembedding, about)
+
+
+def _predicted(logits: Float[Tensor, "pos vocab"], tokens: Tensor) -> ActiveFeatures:
+    count = min(N_PREDICTED, logits.shape[1])
+    best = logits.topk(count, -1).indices
+    ids = [row.unique() for row in best]
+    following = tokens[1:]
+    ids[:-1] = [
+        torch.cat([row, token[None]]).unique()
+        for row, token in zip(ids[:-1], following, strict=True)
+    ]
+    counts = torch.tensor([len(row) for row in ids], device=logits.device)
+    ptr = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+    positions = torch.arange(len(ids), device=logits.device).repeat_interleave(counts)
+    flat = torch.cat(ids)
+    return ActiveFeatures(ptr, flat, logits[positions, flat])

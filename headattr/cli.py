@@ -1,0 +1,258 @@
+"""The command line: parse, call, print. No logic; nothing heavy is imported before it is needed."""
+
+import json as jsonlib
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tyro
+
+from headattr.config import RunConfig
+from headattr.errors import HeadattrError
+
+
+@dataclass(frozen=True)
+class Demo:
+    """See it work: attribute the embedded model over the embedded texts, print what is found, draw one edge.
+
+    Example:
+      headattr demo --out headattr-demo
+    """
+
+    out: Path = Path("headattr-demo")
+    """The folder for the store and the picture; running again reuses it."""
+    json: bool = False
+    """Print the findings as JSON."""
+
+
+@dataclass(frozen=True)
+class QueryEdge:
+    """Why is this edge there, and what does it move?
+
+    Example:
+      headattr query edge headattr-demo --prompt 0 --head L3H0 --q 40 --k 12
+    """
+
+    store: tyro.conf.Positional[Path]
+    """A result folder."""
+    prompt: int
+    """The prompt's id: its 0-based line."""
+    head: str
+    """The head, as L5H1."""
+    q: int
+    """Query position."""
+    k: int
+    """Key position."""
+    pairs: int = 8
+    """Pairs to print (JSON has all that are kept)."""
+    json: bool = False
+    """Print the answer as JSON."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """Is a result whole, and does it add up? Exit 1 if anything is off.
+
+    Example:
+      headattr check headattr-demo
+    """
+
+    store: tyro.conf.Positional[Path]
+    """A result folder."""
+    json: bool = False
+    """Print the answer as JSON."""
+
+
+@dataclass(frozen=True)
+class Models:
+    """The families whose attention is rebuilt exactly, with the error that was proven.
+
+    Example:
+      headattr models
+    """
+
+    json: bool = False
+    """Print the table as JSON."""
+
+
+@dataclass(frozen=True)
+class DictionariesList:
+    """The dictionaries that came with headattr or are in its cache.
+
+    Example:
+      headattr dictionaries list
+    """
+
+    json: bool = False
+    """Print the table as JSON."""
+
+
+COMMANDS: dict[str, type[Any]] = {
+    "demo": Demo,
+    "run": RunConfig,
+    "query edge": QueryEdge,
+    "check": Check,
+    "models": Models,
+    "dictionaries list": DictionariesList,
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code: 0 done, 1 failed, 2 usage, 3 some prompts were set aside."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    name = next((n for n in COMMANDS if arguments[: len(n.split())] == n.split()), None)
+    if name is None:
+        return _no_command(arguments)
+    rest = _merged(arguments[len(name.split()) :], ("--basis", "--output"))
+    try:
+        command = tyro.cli(COMMANDS[name], prog=f"headattr {name}", args=rest)
+        return _RUN[type(command)](command)
+    except SystemExit as stop:
+        return int(stop.code or 0)
+    except HeadattrError as error:
+        print(f"headattr: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print(
+            "headattr: interrupted; what is finished is kept, the same command goes on",
+            file=sys.stderr,
+        )
+        return 130
+    except BrokenPipeError:
+        sys.stderr.close()
+        return 0
+
+
+def run_and_exit() -> None:
+    """The console script."""
+    sys.exit(main())
+
+
+def _no_command(arguments: list[str]) -> int:
+    asked = arguments[:1] in ([], ["-h"], ["--help"])
+    if arguments[:1] == ["--version"]:
+        from importlib.metadata import version
+
+        print(f"headattr {version('headattr')}")
+        return 0
+    out = sys.stdout if asked else sys.stderr
+    if not asked:
+        print(
+            f"headattr: there is no command {' '.join(arguments[:2])!r}; expected one of:", file=out
+        )
+    else:
+        print(
+            "Why an attention head looks where it looks, and what it moves from there.\n", file=out
+        )
+    for name, command in COMMANDS.items():
+        print(f"  headattr {name:18} {(command.__doc__ or '').splitlines()[0]}", file=out)
+    print("\n`headattr COMMAND --help` says more, with an example.", file=out)
+    return 0 if asked else 2
+
+
+def _merged(arguments: list[str], repeatable: tuple[str, ...]) -> list[str]:
+    """`--basis A --basis B` as `--basis A B`: a repeated flag adds, it never replaces."""
+    kept: list[str] = []
+    values: dict[str, list[str]] = {}
+    flag = None
+    for argument in arguments:
+        name, equals, value = argument.partition("=")
+        if name in repeatable:
+            flag = name
+            values.setdefault(flag, []).extend([value] if equals else [])
+        elif flag and not argument.startswith("--"):
+            values[flag].append(argument)
+        else:
+            flag = None
+            kept.append(argument)
+    return kept + [part for name, found in values.items() for part in (name, *found)]
+
+
+def _demo(command: Demo) -> int:
+    from headattr.demo import demo, render_demo
+
+    _quiet()
+    answer = demo(command.out)
+    _print(answer, command.json, render_demo)
+    return 0
+
+
+def _run(config: RunConfig) -> int:
+    from headattr.pipeline import render_run, run
+
+    _quiet()
+    answer = run(config)
+    _print(answer, config.json, render_run)
+    return 3 if answer["set_aside"] else 0
+
+
+def _query_edge(command: QueryEdge) -> int:
+    from headattr import query
+    from headattr.edges import Edge, parse_head
+    from headattr.store.reader import open_store
+
+    head = parse_head(command.head)
+    with open_store(command.store) as store:
+        answer = query.edge(
+            store, command.prompt, Edge(head.layer, head.head, command.q, command.k)
+        )
+        _warn(store.problems)
+    _print(answer, command.json, lambda found: query.render_edge(found, pairs=command.pairs))
+    return 0
+
+
+def _check(command: Check) -> int:
+    from headattr.store.check import check, render_check
+    from headattr.store.reader import open_store
+
+    with open_store(command.store) as store:
+        answer = check(store)
+    _print(answer, command.json, render_check)
+    return 0 if answer["ok"] else 1
+
+
+def _models(command: Models) -> int:
+    from headattr.model.table import model_table, render_models
+
+    _print(model_table(), command.json, render_models)
+    return 0
+
+
+def _dictionaries_list(command: DictionariesList) -> int:
+    from headattr.basis.listing import list_dictionaries, render_dictionaries
+
+    _print(list_dictionaries(), command.json, render_dictionaries)
+    return 0
+
+
+_RUN: dict[type[Any], Callable[[Any], int]] = {
+    Demo: _demo,
+    RunConfig: _run,
+    QueryEdge: _query_edge,
+    Check: _check,
+    Models: _models,
+    DictionariesList: _dictionaries_list,
+}
+
+
+def _print(answer: Any, as_json: bool, render: Callable[[Any], str]) -> None:
+    if as_json:
+        print(jsonlib.dumps(answer, ensure_ascii=False, allow_nan=False, indent=1))
+    else:
+        print(render(answer))
+
+
+def _warn(problems: list[str]) -> None:
+    for problem in problems:
+        print(f"headattr: {problem}", file=sys.stderr)
+
+
+def _quiet() -> None:
+    """Other libraries' chatter is not part of the answer."""
+    import logging
+    import warnings
+
+    warnings.filterwarnings("ignore", module="(torch|transformers|sae_lens|transformer_lens).*")
+    logging.getLogger("transformers").setLevel(logging.ERROR)

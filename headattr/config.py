@@ -1,0 +1,201 @@
+"""What a run is asked to do: one frozen dataclass that is the command line, the Python API and the metadata."""
+
+import hashlib
+import json
+import tomllib
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple
+
+import tyro
+
+from headattr.errors import UsageError
+
+RESULT_FREE = (
+    "model",
+    "basis",
+    "output",
+    "texts",
+    "out",
+    "device",
+    "batch_size",
+    "progress",
+    "json",
+)
+"""Fields that cannot change a result: names of inputs (their hashes count instead), places and speed."""
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Attribute the heads of a model over a set of texts and keep the result in a folder.
+
+    Example:
+      headattr run --model demo --basis demo --texts prompts.txt --heads all --out results
+    """
+
+    model: str
+    """A model folder, a hub id, a .gguf file, `demo` or `smollm2`."""
+    basis: tuple[str, ...]
+    """Dictionaries of the residual stream: `layer=PATH` each (`0=tokens` needs no dictionary), a TOML file or
+    folder of [[basis]] tables, or `demo`."""
+    texts: str
+    """A .txt file (a line a prompt) or a .jsonl file ({"text": ...} or {"tokens": [...]})."""
+    out: str
+    """The folder of the result; the same configuration resumes in it."""
+    output: tuple[str, ...] = ()
+    """What reads the heads' outputs, as --basis, or `unembed`. An edge at layer l uses the smallest layer > l;
+    without any, the basis of l + 1."""
+    heads: str = "all"
+    """`all` heads of the layers that have a basis, or a list such as L5H1,L3H*."""
+    edges: str = "top:4"
+    """`top:M` keys a query, `threshold:P` of the pattern, `all`, or `file:PATH` (JSONL of prompt, layer, head,
+    q_pos, k_pos)."""
+    q_token: str | None = None
+    """Keep only edges whose query token is this text, or matches /this expression/."""
+    k_token: str | None = None
+    """Keep only edges whose key token is this text, or matches /this expression/."""
+    keep_sinks: bool = False
+    """With top:M, treat positions that swallow attention (the first, and outlying norms) like any key."""
+    topk: int = 32
+    """Pairs kept an edge."""
+    read: Literal["encoder", "decoder"] = "encoder"
+    """Read direction of output features: encoder row, or activation times decoder direction."""
+    outputs: Literal["active", "all"] = "active"
+    """Output features to consider: those active at the query, or all (finds what a head suppresses)."""
+    bos: Literal["auto", "yes", "no"] = "auto"
+    """Begin each text with the BOS token; auto: as the dictionaries were trained, else as the tokenizer does."""
+    paragraphs: bool = False
+    """A .txt file holds a prompt a paragraph (blank lines between), not a line."""
+    truncate: bool = False
+    """Cut prompts that are longer than the model's context instead of setting them aside."""
+    dtype: Literal["float32", "float64"] = "float32"
+    """Numbers the model and the attribution run in."""
+    prompts_per_shard: int = 16
+    """Prompts a file of the store."""
+    device: str = "auto"
+    """cpu, cuda, or auto."""
+    batch_size: int = 8
+    """Prompts a forward pass."""
+    progress: bool = True
+    """Show progress on standard error."""
+    json: Annotated[bool, tyro.conf.arg(help_behavior_hint="(default: False)")] = False
+    """Print the summary as JSON."""
+
+    def __post_init__(self) -> None:
+        """Refuse numbers that make no sense."""
+        for name in ("topk", "prompts_per_shard", "batch_size"):
+            if getattr(self, name) < 1:
+                raise UsageError(
+                    f"--{name.replace('_', '-')} is {getattr(self, name)}; expected at least 1"
+                )
+        if self.outputs == "all" and self.read == "decoder":
+            raise UsageError(
+                "--outputs all with --read decoder: the decoder read of an inactive feature is zero; "
+                "use --read encoder"
+            )
+
+    def identity(self) -> dict[str, Any]:
+        """The fields that two runs must share to be the same run."""
+        return {name: value for name, value in asdict(self).items() if name not in RESULT_FREE}
+
+
+class SourceSpec(NamedTuple):
+    """One dictionary that was asked for."""
+
+    kind: str
+    """sae, tokens, unembed or plain."""
+    layer: int
+    """-1 for unembed: after the last."""
+    target: Any
+    """A folder, or an object in memory."""
+
+
+def parse_specs(
+    specs: tuple[str, ...], role: Literal["basis", "output"], embedded: Path | None = None
+) -> list[SourceSpec]:
+    """Read SPECs: `layer=PATH`, `unembed`, a TOML file, a folder with spec.toml, or `demo` (in `embedded`).
+
+    Raises UsageError, naming the SPEC.
+    """
+    found: list[SourceSpec] = []
+    for text in specs:
+        layer, equals, target = text.partition("=")
+        if text == "demo" and embedded is not None:
+            found += _from_toml(embedded / "demo" / "spec.toml", role)
+        elif text == "unembed" and role == "output":
+            found.append(SourceSpec("unembed", -1, "unembed"))
+        elif equals and layer.strip().isdigit():
+            kind = "tokens" if target == "tokens" else "sae"
+            found.append(
+                SourceSpec(kind, int(layer), target if kind == "tokens" else _folder(target, text))
+            )
+        elif (path := Path(text).expanduser()).suffix == ".toml" or (path / "spec.toml").is_file():
+            found += _from_toml(path if path.suffix == ".toml" else path / "spec.toml", role)
+        else:
+            raise UsageError(
+                f"--{role} {text!r}: expected layer=PATH, 0=tokens, demo, "
+                f"{'unembed, ' if role == 'output' else ''}or a TOML file (a folder holds it as spec.toml)"
+            )
+    return check_specs(found, role)
+
+
+def check_specs(found: list[SourceSpec], role: str) -> list[SourceSpec]:
+    """Refuse two dictionaries for one layer, and token decompositions anywhere but at layer 0 of a basis."""
+    seen: set[int] = set()
+    for spec in found:
+        if spec.layer in seen:
+            raise UsageError(
+                f"--{role}: layer {spec.layer} is given twice; expected one dictionary a layer"
+            )
+        seen.add(spec.layer)
+        if spec.kind == "tokens" and (spec.layer != 0 or role == "output"):
+            raise UsageError(
+                f"--{role} {spec.layer}=tokens: tokens decompose layer 0 of a basis only"
+            )
+    return sorted(found, key=lambda spec: spec.layer % (1 << 30))
+
+
+def _folder(target: str, text: str) -> Path:
+    path = Path(target).expanduser()
+    if not path.is_dir():
+        raise UsageError(
+            f"{text!r}: {path} is not a folder; expected a dictionary folder with cfg.json"
+        )
+    return path
+
+
+def _from_toml(path: Path, role: str) -> list[SourceSpec]:
+    if not path.is_file():
+        raise UsageError(f"{path}: no such file; expected a TOML file of [[basis]] tables")
+    try:
+        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path} is not TOML: {error}") from error
+    found = []
+    for table in tables.get(role) or tables.get("basis") or []:
+        kind, layer = (
+            table.get("kind", "sae"),
+            table.get("layer", -1 if table.get("kind") == "unembed" else None),
+        )
+        if kind not in ("sae", "tokens", "unembed") or not isinstance(layer, int):
+            raise UsageError(
+                f'{path}: {table}; expected kind = "sae" | "tokens" | "unembed" and layer = N'
+            )
+        if kind == "sae":
+            if "path" not in table:
+                raise UsageError(f"{path}: {table} has no path")
+            found.append(
+                SourceSpec(kind, layer, _folder(str(path.parent / table["path"]), table["path"]))
+            )
+        elif not (kind == "tokens" and role == "output"):
+            found.append(SourceSpec(kind, layer, kind))
+    if not found:
+        raise UsageError(f"{path} has no [[{role}]] tables")
+    return found
+
+
+def canonical_hash(value: Any) -> str:
+    """SHA-256 (hex) of a value as JSON with sorted keys."""
+    return hashlib.sha256(
+        json.dumps(value, sort_keys=True, ensure_ascii=False).encode()
+    ).hexdigest()

@@ -1,0 +1,250 @@
+"""An edge, which edges a run keeps, and the numpy tables that attribution fills and the store writes."""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headattr.errors import UsageError
+
+TOP_MARGINALS = 8
+"""How many features a side keep their marginal in the store."""
+
+
+class Edge(NamedTuple):
+    """Query position `q_pos` attends to key position `k_pos` in one head of one layer."""
+
+    layer: int
+    head: int
+    q_pos: int
+    k_pos: int
+
+
+class HeadId(NamedTuple):
+    """One head; prints as L5H1."""
+
+    layer: int
+    head: int
+
+    def __str__(self) -> str:
+        """As users write it."""
+        return f"L{self.layer}H{self.head}"
+
+
+@dataclass(frozen=True)
+class EdgeRule:
+    """Which edges of a head are kept."""
+
+    kind: str
+    """top (M keys a query, without positions that swallow attention), threshold, all or file."""
+    m: int = 0
+    threshold: float = 0.0
+    path: str = ""
+
+
+class OvTable(NamedTuple):
+    """What the edges of one layer of one prompt move, one row an edge."""
+
+    values: NDArray[np.floating]
+    """[edge, k] pair values, |value| falling; 0 where a slot is -1."""
+    v_slots: NDArray[np.int32]
+    o_slots: NDArray[np.int32]
+    """Slot in the q_pos active list of the output; with `--outputs all` the output feature's id."""
+    completeness: NDArray[np.floating]
+    """[edge] worst over output features, relative to |r_t| |w_ij|."""
+    v_top: NDArray[np.int32]
+    """[edge, 8] slots of the value features with the largest |w_ij,g|."""
+    v_norms: NDArray[np.floating]
+    o_top: NDArray[np.int32]
+    """[edge, 8] output features with the largest |read|, slots or ids as o_slots."""
+    o_reads: NDArray[np.floating]
+    o_totals: NDArray[np.floating]
+    """[edge, 8, kind] each read split over the kinds of value component."""
+    block_completeness: NDArray[np.floating]
+    """[q_pos] for the whole block, all heads and keys."""
+
+
+class LayerTable(NamedTuple):
+    """Everything kept of one layer of one prompt; edges by head, then q_pos, then k_pos."""
+
+    layer: int
+    heads: NDArray[np.int32]
+    """The heads asked for."""
+    head_ptr: NDArray[np.int64]
+    """[head + 1] where the edges of each begin."""
+    q_pos: NDArray[np.int64]
+    k_pos: NDArray[np.int64]
+    score: NDArray[np.floating]
+    """The model's own, before any cap and mask."""
+    pattern: NDArray[np.floating]
+    completeness: NDArray[np.floating]
+    feature_share: NDArray[np.floating]
+    """T_ff / (scale |Q| |K|), signed."""
+    kinds: tuple[str, ...]
+    totals: NDArray[np.floating]
+    """[edge, q_kind, k_kind], sums to the score."""
+    values: NDArray[np.floating]
+    q_slots: NDArray[np.int32]
+    k_slots: NDArray[np.int32]
+    q_top: NDArray[np.int32]
+    """[edge, 8] slots of the query features with the largest |marginal|, -1 where there are fewer."""
+    q_marginals: NDArray[np.floating]
+    k_top: NDArray[np.int32]
+    k_marginals: NDArray[np.floating]
+    n_nonfinite: int
+    flagged: NDArray[np.bool_]
+    """[pos] positions that swallow attention: the first, and those of over 10 times the median norm."""
+    sink_share: NDArray[np.floating]
+    """[head, q_pos] pattern mass on flagged positions."""
+    share_sums: NDArray[np.float64]
+    """[head, 4] over all allowed edges: sum s^2, sum (s - T_ff)^2, and both with row means removed."""
+    pattern_error: float
+    ov: OvTable | None
+
+
+def parse_edge_rule(text: str) -> EdgeRule:
+    """`top:M`, `threshold:P`, `all` or `file:PATH`; raises UsageError for anything else."""
+    kind, _, value = text.partition(":")
+    try:
+        if text == "all":
+            return EdgeRule("all")
+        if kind == "top" and int(value) >= 1:
+            return EdgeRule("top", m=int(value))
+        if kind == "threshold" and 0 <= float(value) <= 1:
+            return EdgeRule("threshold", threshold=float(value))
+        if kind == "file" and value:
+            return EdgeRule("file", path=value)
+    except ValueError:
+        pass
+    raise UsageError(f"--edges {text!r}: expected top:M, threshold:P (0 to 1), all or file:PATH")
+
+
+def parse_head(text: str) -> HeadId:
+    """One head, written L5H1; raises UsageError for anything else."""
+    match = re.fullmatch(r"L(\d+)H(\d+)", text.strip())
+    if not match:
+        raise UsageError(f"head {text!r}: expected one head, such as L5H1")
+    return HeadId(int(match[1]), int(match[2]))
+
+
+def parse_heads(text: str, n_layers: int, n_heads: int) -> list[HeadId]:
+    """`all`, or a comma-separated list of L5H1 and L3H*; raises UsageError for a head that does not exist."""
+    if text == "all":
+        return [HeadId(layer, head) for layer in range(n_layers) for head in range(n_heads)]
+    found: set[HeadId] = set()
+    for part in text.split(","):
+        match = re.fullmatch(r"L(\d+)H(\d+|\*)", part.strip())
+        if not match:
+            raise UsageError(f"--heads {part.strip()!r}: expected all, or a list such as L5H1,L3H*")
+        layer = int(match[1])
+        heads = range(n_heads) if match[2] == "*" else [int(match[2])]
+        if layer >= n_layers or max(heads) >= n_heads:
+            raise UsageError(
+                f"--heads {part.strip()}: the model has layers 0 to {n_layers - 1} and heads 0 to {n_heads - 1}"
+            )
+        found.update(HeadId(layer, head) for head in heads)
+    return sorted(found)
+
+
+def listed_edges(
+    path: Path, lengths: Mapping[int, int], heads: Sequence[HeadId]
+) -> dict[tuple[int, HeadId], list[tuple[int, int]]]:
+    """Edges of a JSONL file of {"prompt", "layer", "head", "q_pos", "k_pos"}, by prompt and head.
+
+    `lengths`: tokens of every prompt that runs. Raises UsageError, with the line, for an edge that does not
+    exist, is masked, or is of a head that is not attributed.
+    """
+    if not path.is_file():
+        raise UsageError(f"--edges file:{path}: no such file; expected a JSONL file of edges")
+    found: dict[tuple[int, HeadId], list[tuple[int, int]]] = {}
+    known = set(heads)
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+            prompt, layer, head, q_pos, k_pos = (
+                int(record[key]) for key in ("prompt", "layer", "head", "q_pos", "k_pos")
+            )
+        except (ValueError, KeyError, TypeError) as error:
+            raise UsageError(
+                f"{path} line {number}: {error!r}; expected prompt, layer, head, q_pos, k_pos as integers"
+            ) from error
+        problem = _edge_problem(HeadId(layer, head), q_pos, k_pos, lengths.get(prompt), known)
+        if problem:
+            raise UsageError(f"{path} line {number}: prompt {prompt}: {problem}")
+        found.setdefault((prompt, HeadId(layer, head)), []).append((q_pos, k_pos))
+    return found
+
+
+def _edge_problem(
+    head: HeadId, q_pos: int, k_pos: int, length: int | None, known: set[HeadId]
+) -> str | None:
+    if length is None:
+        return "it is not in the texts, or was set aside"
+    if head not in known:
+        return f"head {head} is not among the heads of this run (it needs --heads and a --basis)"
+    return position_problem(q_pos, k_pos, length)
+
+
+def position_problem(q_pos: int, k_pos: int, length: int) -> str | None:
+    """Why an edge cannot exist in a prompt of `length` tokens, or None."""
+    if not (0 <= q_pos < length and 0 <= k_pos < length):
+        return (
+            f"edge q {q_pos}, k {k_pos} is beyond the prompt; its positions are 0 to {length - 1}"
+        )
+    if k_pos > q_pos:
+        return (
+            f"edge q {q_pos}, k {k_pos} is masked: a query sees keys at or before its own position"
+        )
+    return None
+
+
+def token_filter(text: str | None, tokens: Sequence[str]) -> NDArray[np.bool_]:
+    """Which positions' tokens match: the exact text, or a regular expression between slashes."""
+    if text is None:
+        return np.ones(len(tokens), bool)
+    if len(text) >= 2 and text[0] == text[-1] == "/":
+        try:
+            pattern = re.compile(text[1:-1])
+        except re.error as error:
+            raise UsageError(f"token filter {text}: not a regular expression ({error})") from error
+        return np.array([bool(pattern.search(token)) for token in tokens], bool)
+    return np.array([token == text for token in tokens], bool)
+
+
+def select_edges(
+    pattern: NDArray[np.floating],
+    rule: EdgeRule,
+    *,
+    flagged: NDArray[np.bool_],
+    keep_sinks: bool,
+    q_allowed: NDArray[np.bool_],
+    k_allowed: NDArray[np.bool_],
+    mask: NDArray[np.bool_],
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Query and key positions of the kept edges of one head, in order.
+
+    `pattern` and `mask` (what may be attended) are [q_pos, k_pos]. `top` leaves flagged keys out, unless
+    `keep_sinks` or every position is flagged (a one-token prompt); ties go to the earlier key.
+    """
+    kept = mask.copy()
+    if rule.kind == "threshold":
+        kept &= pattern >= rule.threshold
+    elif rule.kind == "top":
+        if not keep_sinks and not flagged.all():
+            kept &= ~flagged[None]
+        if rule.m < kept.shape[1]:
+            ranked = np.where(kept, pattern, -1.0)
+            order = np.argsort(-ranked, axis=1, kind="stable")[:, : rule.m]
+            best = np.zeros_like(kept)
+            np.put_along_axis(best, order, True, axis=1)
+            kept &= best
+    kept &= q_allowed[:, None] & k_allowed[None]
+    q_pos, k_pos = np.nonzero(kept)
+    return q_pos, k_pos

@@ -1,0 +1,125 @@
+"""One edge in memory: the same answer as a store's, with every active feature."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from headattr.attribution.layer import attribute_layer
+from headattr.basis.component import ActiveFeatures
+from headattr.edges import Edge, LayerTable, parse_head, position_problem
+from headattr.errors import PromptError, UsageError
+from headattr.inputs import inputs_from_memory
+from headattr.model.capture import capture, pad
+from headattr.model.tokens import Prompt
+from headattr.pipeline import Run, label_lines, layer_task, plan
+from headattr.query import SourceNames, edge_answer, source_names
+from headattr.store.reader import Active, EdgeRow, OvRow
+
+
+def explain_edge(
+    model: Any,
+    basis: Any,
+    text: str | Sequence[int],
+    head: str,
+    q_pos: int,
+    k_pos: int,
+    *,
+    output: Any = (),
+    tokenizer: Any | None = None,
+    **options: Any,
+) -> dict[str, Any]:
+    """Why one edge is there, in memory: the answer of `query edge` with every active feature of both sides.
+
+    `head` is written as L5H1. Densities are null: there is no run to count over. Raises UsageError for an
+    edge that cannot exist.
+    """
+    options = {"heads": str(parse_head(head)), **options}
+    run = plan(*inputs_from_memory(model, basis, output, [text], "", tokenizer, options))
+    if not run.prompts:
+        raise UsageError(f"the text cannot run: {run.manifest['set_aside'][0]['reason']}")
+    prompt, layer_plan = run.prompts[0], run.plans[0]
+    edge = Edge(layer_plan.layer, layer_plan.heads[0], q_pos, k_pos)
+    if problem := position_problem(q_pos, k_pos, len(prompt.tokens)):
+        raise UsageError(problem)
+    sites = sorted({source.layer for source in run.source_list})
+    captured = capture(run.model, *pad([prompt.tokens]), layers=[edge.layer], sites=sites)[0]
+    if isinstance(captured, PromptError):
+        raise captured
+    actives = [source.active(captured) for source in run.source_list]
+    widest = max(int(active.counts.max()) for active in actives)
+    task = layer_task(run, layer_plan, prompt, captured, actives, top_marginals=widest)
+    task = replace(task, select=lambda head, pattern: (np.array([q_pos]), np.array([k_pos])))
+    return _answer(run, prompt, edge, attribute_layer(task), actives)
+
+
+def _answer(
+    run: Run, prompt: Prompt, edge: Edge, table: LayerTable, actives: Sequence[ActiveFeatures]
+) -> dict[str, Any]:
+    layer_plan = run.plans[0]
+    at = [(_at(active, edge.q_pos), _at(active, edge.k_pos)) for active in actives]
+    output = layer_plan.output
+    row = _row_of(
+        table, edge, (prompt.token_texts[edge.q_pos], prompt.token_texts[edge.k_pos]), *at[layer_plan.basis],
+        None if output is None or layer_plan.every_output else at[output][0],
+    )  # fmt: skip
+    return edge_answer(
+        row, None, basis=_names(run, layer_plan.basis), output=None if output is None else _names(run, output),
+        read=layer_plan.read, ov_reason=layer_plan.ov_reason,
+    )  # fmt: skip
+
+
+def _at(active: ActiveFeatures, pos: int) -> Active:
+    start, stop = active.ptr[pos : pos + 2].tolist()
+    return Active(active.ids[start:stop].cpu().numpy(), active.acts[start:stop].cpu().numpy())
+
+
+def _names(run: Run, source: int) -> SourceNames:
+    entry, text = run.manifest["sources"][source], label_lines(run.source_list[source], run.model)
+    lines = [] if text is None else text.split("\n")[:-1]
+    return source_names(
+        entry,
+        lambda feature: json.loads(lines[feature])["label"] if feature < len(lines) else None,
+        lambda feature: None,
+    )
+
+
+def _row_of(
+    table: LayerTable,
+    edge: Edge,
+    tokens: tuple[str, str],
+    q_active: Active,
+    k_active: Active,
+    o_active: Active | None,
+) -> EdgeRow:
+    """The only edge of a table, as the reader gives a stored one."""
+    ov = None
+    if table.ov is not None:
+        columns = {
+            name: getattr(table.ov, name)[0]
+            for name in OvRow._fields
+            if name != "block_completeness"
+        }
+        columns["completeness"] = float(columns["completeness"])
+        ov = OvRow(**columns, block_completeness=float(table.ov.block_completeness[edge.q_pos]))
+    scalars = {
+        n: float(getattr(table, n)[0])
+        for n in ("score", "pattern", "completeness", "feature_share")
+    }
+    names = (
+        "totals",
+        "values",
+        "q_slots",
+        "k_slots",
+        "q_top",
+        "q_marginals",
+        "k_top",
+        "k_marginals",
+    )
+    return EdgeRow(
+        edge=edge, tokens=tokens, flagged=bool(table.flagged[edge.k_pos]), kinds=table.kinds,
+        q_active=q_active, k_active=k_active, o_active=o_active, ov=ov,
+        **scalars, **{name: getattr(table, name)[0] for name in names},
+    )  # fmt: skip

@@ -1,0 +1,87 @@
+"""What a run starts from: names on the command line, or objects in memory. Files are checked, no model is loaded."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from headattr.basis.load import check_files
+from headattr.config import RunConfig, SourceSpec, check_specs, parse_specs
+from headattr.model.embedded import embedded_folder
+from headattr.texts import Texts, read_texts, texts_from_memory
+
+
+class Inputs(NamedTuple):
+    """What a run starts from, as files or as objects in memory."""
+
+    model: Any
+    basis: list[SourceSpec]
+    output: list[SourceSpec]
+    texts: Texts
+    tokenizer: Any | None = None
+
+
+def inputs_of(config: RunConfig) -> Inputs:
+    """Inputs named on the command line; dictionary files and texts are checked, no model is loaded."""
+    embedded = embedded_folder() if "demo" in (*config.basis, *config.output) else None
+    basis = parse_specs(config.basis, "basis", embedded)
+    output = parse_specs(config.output, "output", embedded)
+    check_files([*basis, *output])
+    return Inputs(
+        config.model, basis, output, read_texts(Path(config.texts), paragraphs=config.paragraphs)
+    )
+
+
+def inputs_from_memory(
+    model: Any,
+    basis: Any,
+    output: Any,
+    texts: str | Path | Sequence[str | Sequence[int]],
+    out: str | Path,
+    tokenizer: Any | None,
+    options: dict[str, Any],
+) -> tuple[RunConfig, Inputs]:
+    """The configuration and inputs of a call from Python; see `headattr.attribute` for what each may be."""
+    config = RunConfig(
+        model=str(model) if isinstance(model, str | Path) else type(model).__name__,
+        texts=str(texts) if isinstance(texts, str | Path) else "in memory",
+        out=str(out),
+        basis=_named(basis),
+        output=_named(output),
+        **{"progress": False, **options},
+    )
+    embedded = embedded_folder() if "demo" in (*config.basis, *config.output) else None
+    specs = [
+        _specs_of(given) if isinstance(given, Mapping) else parse_specs(named, role, embedded)
+        for given, named, role in (
+            (basis, config.basis, "basis"),
+            (output, config.output, "output"),
+        )
+    ]
+    check_files([*specs[0], *specs[1]])
+    if isinstance(texts, str | Path):
+        found = read_texts(Path(texts), paragraphs=config.paragraphs)
+    else:
+        found = texts_from_memory(texts)
+    return config, Inputs(
+        str(model) if isinstance(model, Path) else model, *specs, found, tokenizer
+    )
+
+
+def _named(given: Any) -> tuple[str, ...]:
+    """Specs as text, for the record."""
+    if isinstance(given, str | Path):
+        return (str(given),)
+    if isinstance(given, Mapping):
+        return tuple(f"{layer}=in memory" for layer in given)
+    return tuple(str(spec) for spec in given)
+
+
+def _specs_of(given: Mapping[int, Any]) -> list[SourceSpec]:
+    specs = []
+    for layer, target in given.items():
+        if isinstance(target, str | Path) and str(target) != "tokens":
+            specs += parse_specs((f"{layer}={target}",), "basis")
+        else:
+            kind = "tokens" if isinstance(target, str) else "sae"
+            specs.append(SourceSpec(kind, int(layer), target))
+    return check_specs(specs, "basis")

@@ -1,0 +1,1 @@
+"""The k strongest products of two lists of vectors, for many edges."""

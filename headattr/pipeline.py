@@ -1,0 +1,413 @@
+"""The whole run, top to bottom: texts -> model -> basis -> attribution -> store.
+
+1 plan: check every input, load the model and its dictionaries, fix what each layer does
+2 begin: write the manifest, or find the same one there
+3 for every shard that is not finished: capture, decompose, attribute, publish
+"""
+
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headattr.attribution.layer import LayerTask, attribute_layer, swallow_attention
+from headattr.basis.component import ActiveFeatures
+from headattr.basis.load import Sources, load_sources
+from headattr.config import RunConfig, canonical_hash
+from headattr.edges import (
+    HeadId,
+    LayerTable,
+    listed_edges,
+    parse_edge_rule,
+    parse_heads,
+    select_edges,
+    token_filter,
+)
+from headattr.errors import PromptError, UsageError
+from headattr.inputs import Inputs, inputs_from_memory, inputs_of
+from headattr.model.capture import PromptCapture, capture, pad
+from headattr.model.load import LoadedModel, load_model
+from headattr.model.proof import TOLERANCE, Errors, prove
+from headattr.model.tokens import Prompt, decide_bos, tokenize, vocabulary_lines
+from headattr.store.check import check
+from headattr.store.manifest import begin, build_manifest
+from headattr.store.reader import Store, read_sidecar
+from headattr.store.writer import ActiveLists, LayerPlan, PromptResult, write_shard
+from headattr.texts import SetAside
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run whose every input has been checked; nothing is written yet."""
+
+    config: RunConfig
+    model: LoadedModel
+    proof: Errors
+    sources: Sources
+    prompts: list[Prompt]
+    plans: list[LayerPlan]
+    listed: Mapping[tuple[int, HeadId], list[tuple[int, int]]]
+    manifest: dict[str, Any]
+
+    @property
+    def source_list(self) -> list[Any]:
+        """Bases and outputs, each once, in the order of the manifest."""
+        return distinct(self.sources)
+
+
+def attribute(
+    model: Any,
+    basis: Any,
+    texts: str | Path | Sequence[str | Sequence[int]],
+    out: str | Path,
+    *,
+    output: Any = (),
+    tokenizer: Any | None = None,
+    **options: Any,
+) -> Store:
+    """Attribute the heads of `model` over `texts`, keep the result in the folder `out`, and open it.
+
+    `model`: a name, folder, hub id, `.gguf` file or a Hugging Face model in memory (then give its
+    `tokenizer`, or texts as token ids). `basis` and `output`: a SPEC or several, as on the command line, or a
+    dict from layer to a folder, a `sae_lens.SAE`, a `PlainDictionary` or "tokens". `texts`: a file, or strings
+    or lists of token ids. `options`: fields of `RunConfig`. Raises HeadattrError before any work.
+    """
+    return execute(plan(*inputs_from_memory(model, basis, output, texts, out, tokenizer, options)))
+
+
+def run(config: RunConfig) -> dict[str, Any]:
+    """The command `run`: attribute, and say what was done and how it adds up.
+
+    {"out", "prompts", "edges", "set_aside": [...], "completeness", "ov", "pattern_error", "model_notes", "bos",
+    "sources": [{"name", "layer", "activation", "mean_l0", "assumed"}], "layers_without_basis", "seconds"}.
+    """
+    started = time.monotonic()
+    with execute(plan(config, inputs_of(config))) as store:
+        checked = check(store)
+        manifest = store.manifest
+        return {
+            "out": str(store.path),
+            "prompts": len(store.prompt_ids),
+            "edges": checked["edges"],
+            "set_aside": store.set_aside,
+            **{name: checked[name] for name in ("completeness", "ov", "pattern_error", "problems")},
+            "model_notes": manifest["model"]["notes"],
+            "bos": manifest["bos"],
+            "sources": [
+                {
+                    **{key: s[key] for key in ("name", "layer", "activation", "assumed")},
+                    "mean_l0": store.mean_l0(i),
+                }
+                for i, s in enumerate(manifest["sources"])
+            ],
+            "layers_without_basis": manifest["layers_without_basis"],
+            "no_output": {p["layer"]: p["ov_reason"] for p in manifest["layers"] if p["ov_reason"]},
+            "seconds": round(time.monotonic() - started, 1),
+        }
+
+
+def render_run(answer: dict[str, Any]) -> str:
+    """The answer of `run` as text for a terminal."""
+    lines = [
+        f"{answer['edges']:,} edges of {answer['prompts']} prompts in {answer['out']} ({answer['seconds']} s)",
+        f"  worst error: QK {_error(answer['completeness']['worst'])}, OV {_error(answer['ov']['completeness']['worst'])}, "
+        f"whole block {_error(answer['ov']['block_completeness']['worst'])}, "
+        f"pattern {_error(answer['pattern_error']['worst'])}",
+        f"  BOS: {'prepended' if answer['bos']['prepend'] else 'not prepended'} ({answer['bos']['why']})",
+    ]
+    for source in answer["sources"]:
+        l0 = "" if source["mean_l0"] is None else f", mean L0 {source['mean_l0']:.1f}"
+        lines.append(f"  layer {source['layer']}: {source['name']} ({source['activation']}{l0})")
+        lines += [f"    assumed: {assumed}" for assumed in source["assumed"]]
+    lines += [f"  {note}" for note in answer["model_notes"]]
+    if answer["layers_without_basis"]:
+        lines.append(
+            f"  left out for want of a basis: layers {_ranges(answer['layers_without_basis'])}"
+        )
+    lines += [
+        f"  layer {layer} has no output: {reason}" for layer, reason in answer["no_output"].items()
+    ]
+    lines += [
+        f"  set aside: line {entry['line']}: {entry['reason']}" for entry in answer["set_aside"]
+    ]
+    lines += [f"  problem: {problem}" for problem in answer["problems"]]
+    return "\n".join(lines)
+
+
+def _error(value: float | None) -> str:
+    return "none" if value is None else f"{value:.1e}"
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """[0, 1, 2, 5] as `0-2, 5`."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(str(r[0]) if len(r) == 1 else f"{r[0]}-{r[-1]}" for r in runs)
+
+
+def plan(config: RunConfig, inputs: Inputs) -> Run:
+    """Step 1. Raises HeadattrError, before any work, for whatever does not fit."""
+    rule = parse_edge_rule(config.edges)
+    model = load_model(
+        inputs.model, tokenizer=inputs.tokenizer, device=config.device, dtype=config.dtype
+    )
+    sources = load_sources(model, inputs.basis, inputs.output)
+    heads, skipped = _heads(config, model, sources)
+    plans = [
+        _plan_layer(config, layer, heads, sources) for layer in sorted({h.layer for h in heads})
+    ]
+    proof = prove(model)
+    declared = {
+        s.about.name: s.about.prepend_bos
+        for s in distinct(sources)
+        if s.about.prepend_bos is not None
+    }
+    bos = decide_bos(model.tokenizer, config.bos, declared)
+    prompts, aside = tokenize(model, inputs.texts.prompts, bos, truncate=config.truncate)
+    lengths = {prompt.id: len(prompt.tokens) for prompt in prompts}
+    listed = listed_edges(Path(rule.path), lengths, heads) if rule.kind == "file" else {}
+    manifest = build_manifest(
+        config,
+        model=_about_model(model, proof),
+        sources=[source.about._asdict() for source in distinct(sources)],
+        plans=plans,
+        prompts=list(lengths),
+        set_aside=sorted(
+            (a.as_dict() for a in (*inputs.texts.set_aside, *aside)), key=lambda a: a["prompt"]
+        ),
+        bos=bos._asdict(),
+        texts_hash=inputs.texts.hash,
+        layers_without_basis=skipped,
+        listed_hash=canonical_hash(sorted(map(str, listed.items())))
+        if rule.kind == "file"
+        else None,
+    )
+    return Run(config, model, proof, sources, prompts, plans, listed, manifest)
+
+
+def execute(run: Run) -> Store:
+    """Steps 2 and 3. Finished shards are kept whatever happens; the same call resumes."""
+    folder = Path(run.config.out)
+    labels = {i: label_lines(source, run.model) for i, source in enumerate(run.source_list)}
+    begin(folder, run.manifest, labels)
+    place = {prompt.id: index for index, prompt in enumerate(run.prompts)}
+    with _progress(run) as advance:
+        for entry in run.manifest["shards"]:
+            prompts = [run.prompts[place[prompt]] for prompt in entry["prompts"]]
+            path = folder / "shards" / f"{entry['index']:05d}.h5"
+            if read_sidecar(path, run.manifest["hash"])[0] is None:
+                results, aside = attribute_prompts(run, prompts, place, advance)
+                write_shard(
+                    path.parent, entry["index"], results, run.plans,
+                    manifest_hash=run.manifest["hash"], set_aside=[item.as_dict() for item in aside],
+                )  # fmt: skip
+            else:
+                advance(len(prompts))
+    return Store(folder)
+
+
+def attribute_prompts(
+    run: Run, prompts: Sequence[Prompt], place: Mapping[int, int], advance: Any
+) -> tuple[list[PromptResult], list[SetAside]]:
+    """Capture, decompose and attribute some prompts; a prompt that cannot be run is set aside."""
+    results: list[PromptResult] = []
+    aside: list[SetAside] = []
+    layers = [layer_plan.layer for layer_plan in run.plans]
+    sites = sorted({source.layer for source in run.source_list})
+    for start in range(0, len(prompts), run.config.batch_size):
+        batch = prompts[start : start + run.config.batch_size]
+        found = capture(
+            run.model, *pad([prompt.tokens for prompt in batch]), layers=layers, sites=sites,
+            indices=[place[prompt.id] for prompt in batch],
+        )  # fmt: skip
+        for prompt, captured in zip(batch, found, strict=True):
+            try:
+                results.append(_attribute_prompt(run, prompt, captured))
+            except PromptError as error:
+                aside.append(SetAside(prompt.id, str(error)))
+            advance(1)
+    return results, aside
+
+
+def _attribute_prompt(
+    run: Run, prompt: Prompt, captured: PromptCapture | PromptError
+) -> PromptResult:
+    if isinstance(captured, PromptError):
+        raise captured
+    actives = [source.active(captured) for source in run.source_list]
+    lists = {
+        i: _lists(active, captured, s)
+        for i, (active, s) in enumerate(zip(actives, run.source_list, strict=True))
+    }
+    layers: dict[int, LayerTable] = {}
+    for layer_plan in run.plans:
+        table = attribute_layer(layer_task(run, layer_plan, prompt, captured, actives))
+        tolerance = TOLERANCE[run.model.dtype]
+        if not table.pattern_error <= tolerance:
+            raise PromptError(
+                f"the pattern of layer {layer_plan.layer} is off by {table.pattern_error:.1e} from the model's own; "
+                f"expected at most {tolerance:.0e}"
+            )
+        layers[layer_plan.layer] = table
+    return PromptResult(
+        prompt.id,
+        prompt.tokens,
+        prompt.token_texts,
+        prompt.text,
+        prompt.extra,
+        prompt.truncated,
+        lists,
+        layers,
+    )
+
+
+def layer_task(
+    run: Run,
+    layer_plan: LayerPlan,
+    prompt: Prompt,
+    captured: PromptCapture,
+    actives: Sequence[ActiveFeatures],
+    **options: Any,
+) -> LayerTask:
+    """What to attribute in one layer of one prompt."""
+    layer, sources = layer_plan.layer, run.source_list
+    basis = sources[layer_plan.basis]
+    reads = None
+    if layer_plan.output is not None:
+        output = sources[layer_plan.output]
+        reads = output.reads(captured, actives[layer_plan.output], run.config.read)
+    return LayerTask(
+        run.model.family.head_weights(run.model.hf, layer),
+        captured.layers[layer],
+        basis.components(captured, actives[layer_plan.basis]),
+        basis.directions,
+        reads,
+        layer_plan.every_output,
+        tuple(layer_plan.heads),
+        _selector(run, layer, prompt, swallow_attention(captured.layers[layer].resid_pre)),
+        run.config.topk,
+        **options,
+    )
+
+
+def distinct(sources: Sources) -> list[Any]:
+    """Bases, then outputs that are no basis."""
+    found = list(sources.bases.values())
+    return found + [o for o in sources.outputs.values() if not any(o is basis for basis in found)]
+
+
+def _about_model(model: LoadedModel, proof: Errors) -> dict[str, Any]:
+    return {
+        "name": model.name, "family": model.family.name, "hash": model.hash(), "notes": list(model.notes),
+        "n_layers": len(model.layers), "n_heads": model.n_heads, "d_model": model.d_model,
+        "context": model.context, "proof": proof._asdict(),
+    }  # fmt: skip
+
+
+def _heads(
+    config: RunConfig, model: LoadedModel, sources: Sources
+) -> tuple[list[HeadId], list[int]]:
+    """The heads to attribute, and the layers that `all` leaves out for want of a basis."""
+    heads = parse_heads(config.heads, len(model.layers), model.n_heads)
+    without = sorted({head.layer for head in heads} - sources.bases.keys())
+    if without and config.heads != "all":
+        raise UsageError(
+            f"--heads {config.heads}: layers {without} have no basis; give one each, as --basis {without[0]}=PATH"
+        )
+    kept = [head for head in heads if head.layer in sources.bases]
+    if not kept:
+        raise UsageError("no head has a basis; give at least one --basis layer=PATH")
+    return kept, without
+
+
+def _plan_layer(config: RunConfig, layer: int, heads: list[HeadId], sources: Sources) -> LayerPlan:
+    order = distinct(sources)
+    later = [found for found in sources.outputs if found > layer]
+    reason, output = None, None
+    if later:
+        output = sources.outputs[min(later)]
+    elif layer + 1 in sources.bases:
+        output = sources.bases[layer + 1]
+    else:
+        given = (
+            f"none of the outputs is behind layer {layer}"
+            if sources.outputs
+            else "no --output was given"
+        )
+        reason = f"{given}, and layer {layer + 1} has no basis: add --output {layer + 1}=PATH or --output unembed"
+    return LayerPlan(
+        layer,
+        [head.head for head in heads if head.layer == layer],
+        next(i for i, source in enumerate(order) if source is sources.bases[layer]),
+        None if output is None else next(i for i, source in enumerate(order) if source is output),
+        None if output is None else "unembed" if output.about.kind == "unembed" else config.read,
+        config.outputs == "all" and output is not None,
+        reason,
+    )
+
+
+def _selector(run: Run, layer: int, prompt: Prompt, flagged: NDArray[np.bool_]) -> Any:
+    rule = parse_edge_rule(run.config.edges)
+    q_allowed = token_filter(run.config.q_token, prompt.token_texts)
+    k_allowed = token_filter(run.config.k_token, prompt.token_texts)
+    mask = np.tri(len(prompt.tokens), dtype=bool)
+
+    def select(
+        head: int, pattern: NDArray[np.floating]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        allowed = mask
+        if rule.kind == "file":
+            allowed = np.zeros_like(mask)
+            for q_pos, k_pos in run.listed.get((prompt.id, HeadId(layer, head)), []):
+                allowed[q_pos, k_pos] = True
+        return select_edges(
+            pattern, rule, flagged=flagged, keep_sinks=run.config.keep_sinks,
+            q_allowed=q_allowed, k_allowed=k_allowed, mask=allowed,
+        )  # fmt: skip
+
+    return select
+
+
+def _lists(active: ActiveFeatures, captured: PromptCapture, source: Any) -> ActiveLists:
+    counted = ~swallow_attention(captured.resid[source.layer])
+    ptr, ids, acts = (part.cpu().numpy() for part in active)
+    return ActiveLists(ptr, ids, acts, counted)
+
+
+def label_lines(source: Any, model: LoadedModel) -> str | None:
+    """The labels.jsonl to copy into the store; for the unembedding, the vocabulary."""
+    if source.about.labels is not None:
+        return Path(source.about.labels).read_text(encoding="utf-8")
+    if source.about.kind == "unembed":
+        return vocabulary_lines(model)
+    return None
+
+
+class _progress:
+    """A bar on standard error, over prompts."""
+
+    def __init__(self, run: Run) -> None:
+        from tqdm import tqdm
+
+        self.bar = tqdm(
+            total=len(run.prompts),
+            unit="prompt",
+            file=sys.stderr,
+            disable=not run.config.progress,
+            leave=False,
+        )
+
+    def __enter__(self) -> Any:
+        return self.bar.update
+
+    def __exit__(self, *_: object) -> None:
+        self.bar.close()

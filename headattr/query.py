@@ -1,0 +1,250 @@
+"""Questions to a store, answered as JSON values; `render_*` turns an answer into text.
+
+The shapes are an interface: documented in the README, additive only; null where something is not computed yet.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headattr.edges import Edge, HeadId
+from headattr.store.reader import Active, EdgeRow, OvRow, Store
+
+
+class SourceNames(NamedTuple):
+    """How the features of one basis or output are named."""
+
+    name: str
+    kind: str
+    """feature, token or unembed."""
+    layer: int | None
+    label: Callable[[int], str | None]
+    density: Callable[[int], float | None]
+
+
+def edge(store: Store, prompt: int, edge: Edge) -> dict[str, Any]:
+    """Why `edge` of `prompt` is there, and what it moves, as kept in the store.
+
+    Raises UsageError for an edge that cannot exist, StoreError for one that was not kept.
+    """
+    row = store.edge(prompt, edge)
+    plan = next(plan for plan in store.manifest["layers"] if plan["layer"] == edge.layer)
+    output = plan["output"]
+    return edge_answer(
+        row,
+        prompt,
+        basis=_names(store, plan["basis"]),
+        output=None if output is None else _names(store, output),
+        read=plan["read"],
+        ov_reason=plan["ov_reason"],
+    )
+
+
+def edge_answer(
+    row: EdgeRow,
+    prompt: int | None,
+    *,
+    basis: SourceNames,
+    output: SourceNames | None,
+    read: str | None,
+    ov_reason: str | None,
+) -> dict[str, Any]:
+    """The answer for one edge, from its row and the names of its features."""
+    q_features = [_feature(basis, int(f), row.tokens[0]) for f in row.q_active.features]
+    k_features = [_feature(basis, int(f), row.tokens[1]) for f in row.k_active.features]
+    pairs = [
+        {
+            "q_feature": q_features[q],
+            "k_feature": k_features[k],
+            "value": float(value),
+            "contrast": None,
+        }
+        for q, k, value in zip(row.q_slots.tolist(), row.k_slots.tolist(), row.values, strict=True)
+        if q >= 0
+    ]
+    totals = {
+        q_kind: {k_kind: float(row.totals[i, j]) for j, k_kind in enumerate(row.kinds)}
+        for i, q_kind in enumerate(row.kinds)
+    }
+    answer = {
+        "prompt": prompt,
+        **row.edge._asdict(),
+        "q_token": row.tokens[0],
+        "k_token": row.tokens[1],
+        "score": row.score,
+        "position_bias": 0.0,
+        "score_capped": row.score,
+        "pattern": row.pattern,
+        "flagged": row.flagged,
+        "qk": {
+            "pairs": pairs,
+            "totals": totals,
+            "completeness": row.completeness,
+            "feature_share": row.feature_share,
+            "q_features": _marginals(q_features, row.q_active, row.q_top, row.q_marginals),
+            "k_features": _marginals(k_features, row.k_active, row.k_top, row.k_marginals),
+            "elsewhere": None,
+        },
+        "ov": [],
+        "ov_reason": ov_reason,
+    }
+    if row.ov is not None and output is not None:
+        answer["ov"] = [_ov_answer(row, row.ov, k_features, output, read)]
+    return answer
+
+
+def _marginals(
+    features: list[dict[str, Any]], active: Active, slots: NDArray[Any], marginals: NDArray[Any]
+) -> list[dict[str, Any]]:
+    return [
+        {
+            **features[slot], "activation": float(active.acts[slot]), "marginal": float(marginal),
+            "contrast": None, "ablation": None,
+        }
+        for slot, marginal in zip(slots.tolist(), marginals, strict=True)
+        if slot >= 0
+    ]  # fmt: skip
+
+
+def _ov_answer(
+    row: EdgeRow, ov: OvRow, k_features: list[dict[str, Any]], output: SourceNames, read: str | None
+) -> dict[str, Any]:
+    def o_feature(slot: int) -> dict[str, Any]:
+        return _feature(
+            output, slot if row.o_active is None else int(row.o_active.features[slot]), None
+        )
+
+    return {
+        "output": output.name,
+        "read": read,
+        "pairs": [
+            {"v_feature": k_features[v], "o_feature": o_feature(o), "value": float(value)}
+            for v, o, value in zip(ov.v_slots.tolist(), ov.o_slots.tolist(), ov.values, strict=True)
+            if v >= 0
+        ],
+        "completeness": ov.completeness,
+        "block_completeness": ov.block_completeness,
+        "v_features": [
+            {**k_features[v], "activation": float(row.k_active.acts[v]), "norm": float(norm)}
+            for v, norm in zip(ov.v_top.tolist(), ov.v_norms, strict=True)
+            if v >= 0
+        ],
+        "o_features": [
+            {
+                **o_feature(o), "read": float(value),
+                "totals": {kind: float(part) for kind, part in zip(row.kinds, parts, strict=True)},
+            }
+            for o, value, parts in zip(ov.o_top.tolist(), ov.o_reads, ov.o_totals, strict=True)
+            if o >= 0
+        ],
+    }  # fmt: skip
+
+
+def _feature(names: SourceNames, feature: int, token: str | None) -> dict[str, Any]:
+    label = names.label(feature)
+    if label is None and names.kind == "token":
+        label = token
+    return {
+        "kind": "feature" if names.kind == "feature" else "token",
+        "source": names.name,
+        "layer": names.layer,
+        "id": feature,
+        "label": label,
+        "density": names.density(feature),
+    }
+
+
+def _names(store: Store, source: int) -> SourceNames:
+    entry = store.manifest["sources"][source]
+    times, positions = store.densities[source]
+    return source_names(
+        entry,
+        lambda feature: store.label(source, feature),
+        lambda feature: (
+            times.get(feature, 0) / positions if positions and entry["kind"] != "unembed" else None
+        ),
+    )
+
+
+def source_names(
+    entry: dict[str, Any],
+    label: Callable[[int], str | None],
+    density: Callable[[int], float | None],
+) -> SourceNames:
+    """Names for one entry of a manifest's sources."""
+    kind = {"tokens": "token", "unembed": "unembed"}.get(entry["kind"], "feature")
+    return SourceNames(
+        entry["name"], kind, entry["layer"] if kind == "feature" else None, label, density
+    )
+
+
+def head_shares(store: Store) -> dict[HeadId, dict[str, float]]:
+    """Per head, over all edges of all prompts: how much of the score its features explain.
+
+    {"feature_share": 1 - sum (s - T_ff)^2 / sum s^2, "feature_share_centred": the same with row means removed,
+    "sink_share": mean pattern mass on positions that swallow attention}.
+    """
+    answer: dict[HeadId, dict[str, float]] = {}
+    for plan in store.manifest["layers"]:
+        base = f"layer/{plan['layer']}"
+        shards = [shard for shard in store.shards if base in shard.file]
+        if not shards:
+            continue
+        sums = sum(shard.file[f"{base}/share_sums"][:].sum(0) for shard in shards)
+        sinks = np.concatenate([shard.file[f"{base}/sink_share"][:] for shard in shards]).mean(0)
+        for head, (s2, rest, s2_centred, rest_centred), sink in zip(
+            plan["heads"], sums, sinks, strict=True
+        ):
+            answer[HeadId(plan["layer"], head)] = {
+                "feature_share": float(1 - rest / s2) if s2 else 0.0,
+                "feature_share_centred": float(1 - rest_centred / s2_centred)
+                if s2_centred
+                else 0.0,
+                "sink_share": float(sink),
+            }
+    return answer
+
+
+def render_edge(answer: dict[str, Any], *, pairs: int = 8) -> str:
+    """An edge answer as text for a terminal."""
+    head = HeadId(answer["layer"], answer["head"])
+    qk = answer["qk"]
+    lines = [
+        f"{head}  q {answer['q_pos']} {answer['q_token']!r} -> k {answer['k_pos']} {answer['k_token']!r}   "
+        f"pattern {answer['pattern']:.3f}   score {answer['score']:.3f}"
+        + ("   (the key swallows attention)" if answer["flagged"] else ""),
+        f"  why it looks there: features explain {qk['feature_share']:+.2f} of scale |Q||K|; "
+        f"the table adds up to {qk['completeness']:.1e}",
+        "  score = " + " ".join(_signed_totals(qk["totals"])),
+    ]
+    lines += _pair_lines(qk["pairs"][:pairs], "q_feature", "k_feature")
+    for ov in answer["ov"]:
+        lines.append(
+            f"  what it moves, as {ov['output']} reads it ({ov['read']}; adds up to {ov['completeness']:.1e}):"
+        )
+        lines += _pair_lines(ov["pairs"][:pairs], "v_feature", "o_feature")
+    if answer["ov_reason"]:
+        lines.append(f"  what it moves: {answer['ov_reason']}")
+    return "\n".join(lines)
+
+
+def _signed_totals(totals: dict[str, dict[str, float]]) -> list[str]:
+    cells = [(abs(v), f"{v:+.3f} {q} x {k}") for q, row in totals.items() for k, v in row.items()]
+    return [text for _, text in sorted(cells, reverse=True)]
+
+
+def _pair_lines(pairs: Sequence[dict[str, Any]], left: str, right: str) -> list[str]:
+    width = max((len(name_of(pair[left])) for pair in pairs), default=0)
+    return [
+        f"    {p['value']:+9.4f}  {name_of(p[left]):{width}}  x  {name_of(p[right])}" for p in pairs
+    ]
+
+
+def name_of(feature: dict[str, Any]) -> str:
+    """A feature as people read it."""
+    label = feature["label"]
+    if feature["kind"] == "token":
+        return f"token {feature['id'] if label is None else repr(label)}"
+    return f"{feature['id']}" + (f" {label!r}" if label else "")

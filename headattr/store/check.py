@@ -1,0 +1,185 @@
+"""Is a store whole and does it add up? Hashes, structure, ranges, and the errors that every edge carries."""
+
+import json
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headattr.config import canonical_hash
+from headattr.errors import StoreError
+from headattr.store.format import decode_slots, file_hash, shard_name, split_keys
+from headattr.store.reader import Shard, Store
+
+TOLERANCE = {"float32": 1e-5, "float64": 1e-9}
+_TOTALS_ROUNDING = 4e-6  # float32 rounding of a sum of totals, relative to the sum of their sizes
+
+
+class _Found(NamedTuple):
+    completeness: list[NDArray[Any]]
+    ov_completeness: list[NDArray[Any]]
+    block: list[NDArray[Any]]
+    pattern: list[NDArray[Any]]
+    problems: list[str]
+
+
+def check(store: Store) -> dict[str, Any]:
+    """{"ok", "shards", "edges", "completeness", "ov", "pattern_error", "set_aside", "problems"}.
+
+    Errors are worst and median over all edges; null where there are none. Every problem names its file.
+    """
+    found = _Found([], [], [], [], list(store.problems))
+    if store.manifest["hash"] != canonical_hash(store.manifest["identity"]):
+        found.problems.append(
+            "manifest.json was changed: its hash is not that of its configuration"
+        )
+    done = {shard.sidecar["shard"] for shard in store.shards}
+    named = " ".join(found.problems)
+    for entry in store.manifest["shards"]:
+        name = f"shards/{shard_name(entry['index'])}.h5"
+        if entry["index"] not in done and name not in named:
+            found.problems.append(f"{name} is not finished: run the same command again")
+    edges = 0
+    for shard in store.shards:
+        name = f"shards/{shard.path.name}"
+        if file_hash(shard.path) != shard.sidecar["sha256"]:
+            found.problems.append(
+                f"{name} does not have the hash of its sidecar: delete it and run again"
+            )
+            continue
+        try:
+            edges += sum(
+                _check_layer(shard, plan, name, found) for plan in store.manifest["layers"]
+            )
+        except (StoreError, KeyError, OSError, IndexError, ValueError) as error:
+            found.problems.append(f"{name} is damaged: {error}")
+    _check_errors(found, TOLERANCE[store.manifest["config"]["dtype"]])
+    return {
+        "ok": not found.problems,
+        "shards": len(store.shards),
+        "edges": edges,
+        "completeness": _worst_and_median(found.completeness),
+        "ov": {
+            "completeness": _worst_and_median(found.ov_completeness),
+            "block_completeness": {"worst": _worst(found.block)},
+        },
+        "pattern_error": {"worst": _worst(found.pattern)},
+        "set_aside": len(store.set_aside),
+        "problems": found.problems,
+    }
+
+
+def _check_layer(shard: Shard, plan: dict[str, Any], name: str, found: _Found) -> int:
+    if not shard.ids:
+        return 0
+    base = f"layer/{plan['layer']}"
+    layer = shard.file[base]
+    keys, group_ptr = layer["key"][:], layer["group_ptr"][:]
+    counts = np.diff(group_ptr)
+    heads, lengths = len(plan["heads"]), np.diff(shard.ptr)
+    where = f"{name} layer {plan['layer']}"
+    if len(counts) != len(shard.ids) * heads or group_ptr[-1] != len(keys) or (counts < 0).any():
+        raise StoreError(f"{where}: the edge index does not fit its edges")
+    q_pos, k_pos = split_keys(keys)
+    group = np.repeat(np.arange(len(counts)), counts)
+    if (k_pos > q_pos).any() or (q_pos >= np.repeat(lengths, heads)[group]).any():
+        found.problems.append(f"{where}: an edge is masked or beyond its prompt")
+    if ((np.diff(keys.astype(np.int64)) <= 0) & (np.diff(group) == 0)).any():
+        found.problems.append(f"{where}: edges are not in order, or one is there twice")
+    for path in _float_datasets(layer):
+        if not np.isfinite(layer[path][:]).all():
+            found.problems.append(f"{where}: {path} has non-finite values")
+    totals, score = layer["qk/totals"][:].astype(np.float64), layer["score"][:]
+    gap = np.abs(totals.sum((1, 2)) - score)
+    if (
+        gap
+        > layer["completeness"][:].max(initial=0) * 1e3
+        + _TOTALS_ROUNDING * np.abs(totals).sum((1, 2))
+    ).any():
+        found.problems.append(f"{where}: totals do not sum to the score")
+    begin = shard.ptr[:-1].repeat(heads)[group]
+    _check_slots(
+        shard,
+        layer,
+        int(layer.attrs["basis"]),
+        {"qk/q_slots": begin + q_pos, "qk/k_slots": begin + k_pos},
+        where,
+        found,
+    )
+    found.completeness.append(layer["completeness"][:])
+    found.pattern.append(layer["pattern_error"][:])
+    if plan["output"] is not None:
+        found.ov_completeness.append(layer["ov/completeness"][:])
+        found.block.append(layer["ov/block_completeness"][:])
+    return len(keys)
+
+
+def _check_slots(
+    shard: Shard,
+    layer: Any,
+    basis: int,
+    columns: dict[str, NDArray[Any]],
+    where: str,
+    found: _Found,
+) -> None:
+    """Every slot is within the active list of its position."""
+    lists = np.diff(shard.file[f"source/{basis}/ptr"][:])
+    for name, positions in columns.items():
+        if len(positions) and (decode_slots(layer[name][:]).max(1) >= lists[positions]).any():
+            found.problems.append(f"{where}: {name} points beyond an active list")
+
+
+def _float_datasets(layer: Any) -> list[str]:
+    names: list[str] = []
+    layer.visititems(
+        lambda name, item: (
+            names.append(name) if getattr(getattr(item, "dtype", None), "kind", "") == "f" else None
+        )
+    )
+    return names
+
+
+def _check_errors(found: _Found, tolerance: float) -> None:
+    for name, errors in (
+        ("completeness", found.completeness),
+        ("OV completeness", found.ov_completeness),
+        ("block completeness", found.block),
+        ("pattern error", found.pattern),
+    ):
+        worst = _worst(errors)
+        if worst is not None and not worst <= tolerance:
+            found.problems.append(f"worst {name} is {worst:.1e}; expected at most {tolerance:.0e}")
+
+
+def _worst(errors: list[NDArray[Any]]) -> float | None:
+    sizes = [float(part.max()) for part in errors if part.size]
+    return max(sizes, default=None)
+
+
+def _worst_and_median(errors: list[NDArray[Any]]) -> dict[str, float | None]:
+    every = np.concatenate(errors) if errors else np.empty(0)
+    return {"worst": _worst(errors), "median": float(np.median(every)) if every.size else None}
+
+
+def render_check(answer: dict[str, Any]) -> str:
+    """A check as text for a terminal."""
+
+    def shown(value: float | None) -> str:
+        return "none" if value is None else f"{value:.1e}"
+
+    ov = answer["ov"]
+    lines = [
+        f"{'ok' if answer['ok'] else 'NOT OK'}: {answer['shards']} shards, {answer['edges']:,} edges, "
+        f"{answer['set_aside']} prompts set aside",
+        f"  QK completeness: worst {shown(answer['completeness']['worst'])}, "
+        f"median {shown(answer['completeness']['median'])}",
+        f"  OV completeness: worst {shown(ov['completeness']['worst'])}, median {shown(ov['completeness']['median'])}; "
+        f"whole block: worst {shown(ov['block_completeness']['worst'])}",
+        f"  pattern against the model: worst {shown(answer['pattern_error']['worst'])}",
+    ]
+    return "\n".join([*lines, *(f"  problem: {problem}" for problem in answer["problems"])])
+
+
+def to_json(answer: dict[str, Any]) -> str:
+    """Strict JSON."""
+    return json.dumps(answer, ensure_ascii=False, allow_nan=False, indent=1)

@@ -1,0 +1,425 @@
+"""Open a store and read rows of it; no torch, no locks, safe beside a running job.
+
+Only shards whose sidecar is there and whose size agrees are served; what is wrong with the others is in
+`Store.problems`, naming the file.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import h5py
+import hdf5plugin  # noqa: F401  registers the zstd filter
+import numpy as np
+from numpy.typing import NDArray
+
+from headattr.edges import Edge, HeadId, position_problem
+from headattr.errors import StoreError, UsageError
+from headattr.store.format import (
+    LABELS,
+    MANIFEST,
+    SHARD_FORMAT,
+    SHARDS,
+    STORE_FORMAT,
+    VERSION,
+    decode_slots,
+    make_keys,
+    shard_name,
+    split_keys,
+)
+
+
+class Active(NamedTuple):
+    """The active features of one position."""
+
+    features: NDArray[np.uint32]
+    acts: NDArray[np.float32]
+
+
+class OvRow(NamedTuple):
+    """The OV columns of one edge."""
+
+    values: NDArray[np.float32]
+    v_slots: NDArray[np.int64]
+    o_slots: NDArray[np.int64]
+    completeness: float
+    block_completeness: float
+    v_top: NDArray[np.int64]
+    v_norms: NDArray[np.float32]
+    o_top: NDArray[np.int64]
+    o_reads: NDArray[np.float32]
+    o_totals: NDArray[np.float32]
+
+
+class EdgeRow(NamedTuple):
+    """All that is kept of one edge, in slots of its positions' active lists."""
+
+    edge: Edge
+    tokens: tuple[str, str]
+    score: float
+    pattern: float
+    completeness: float
+    feature_share: float
+    flagged: bool
+    """The key swallows attention."""
+    kinds: tuple[str, ...]
+    totals: NDArray[np.floating]
+    values: NDArray[np.floating]
+    q_slots: NDArray[np.integer]
+    k_slots: NDArray[np.integer]
+    q_top: NDArray[np.integer]
+    q_marginals: NDArray[np.floating]
+    k_top: NDArray[np.integer]
+    k_marginals: NDArray[np.floating]
+    q_active: Active
+    k_active: Active
+    o_active: Active | None
+    """Output features at the query; None where slots are ids already."""
+    ov: OvRow | None
+
+
+class Shard:
+    """One published file; datasets are kept open, indexes in memory."""
+
+    def __init__(self, path: Path, sidecar: dict[str, Any]) -> None:
+        """`sidecar` is the content of the JSON beside it."""
+        self.path, self.sidecar = path, sidecar
+        self._datasets: dict[str, Any] = {}
+
+    @cached_property
+    def file(self) -> h5py.File:
+        """The open HDF5 file."""
+        try:
+            file = h5py.File(self.path, "r", locking=False)
+        except OSError as error:
+            raise StoreError(
+                f"{self.path} cannot be read ({error}); delete it and run the same command again"
+            ) from error
+        if file.attrs.get("format") != SHARD_FORMAT:
+            raise StoreError(f"{self.path} is not a headattr shard")
+        return file
+
+    @cached_property
+    def ids(self) -> list[int]:
+        """Prompt ids, in order."""
+        return self.sidecar["prompts"]
+
+    @cached_property
+    def ptr(self) -> NDArray[np.int64]:
+        """Where each prompt's positions begin."""
+        return self.file["prompt/ptr"][:]
+
+    def dataset(self, name: str) -> Any:
+        """A dataset, kept open."""
+        if name not in self._datasets:
+            found = self.file[name]
+            small = name.endswith(("ptr", "flagged", "heads"))
+            self._datasets[name] = found[:] if small else found
+        return self._datasets[name]
+
+    def layer_attrs(self, layer: int) -> dict[str, Any]:
+        """Attributes of a layer's group, kept."""
+        name = f"layer/{layer}@"
+        if name not in self._datasets:
+            self._datasets[name] = dict(self.file[f"layer/{layer}"].attrs)
+        return self._datasets[name]
+
+    def active(self, source: int, position: int) -> Active:
+        """Active features of one position of the shard."""
+        start, stop = self.dataset(f"source/{source}/ptr")[position : position + 2]
+        base = f"source/{source}"
+        return Active(
+            self.dataset(f"{base}/feature")[start:stop], self.dataset(f"{base}/act")[start:stop]
+        )
+
+
+class Store:
+    """A result folder, open for reading."""
+
+    def __init__(self, path: str | Path) -> None:
+        """Raises StoreError if `path` holds no store, or one of a newer version."""
+        self.path = Path(path)
+        self.manifest = read_manifest(self.path)
+        self.problems: list[str] = []
+        self.shards: list[Shard] = []
+        self._where: dict[int, Shard] = {}
+        self._labels: dict[int, list[str]] = {}
+        for entry in self.manifest["shards"]:
+            self._add(entry["index"])
+
+    def _add(self, index: int) -> None:
+        path = self.path / SHARDS / f"{shard_name(index)}.h5"
+        sidecar, problem = read_sidecar(path, self.manifest["hash"])
+        if problem:
+            self.problems.append(problem)
+        if sidecar is None:
+            return
+        shard = Shard(path, sidecar)
+        self.shards.append(shard)
+        self._where.update(dict.fromkeys(shard.ids, shard))
+
+    @property
+    def heads(self) -> list[HeadId]:
+        """The heads that were attributed."""
+        return [
+            HeadId(plan["layer"], head)
+            for plan in self.manifest["layers"]
+            for head in plan["heads"]
+        ]
+
+    @property
+    def prompt_ids(self) -> list[int]:
+        """Prompts that are finished, in order."""
+        return sorted(self._where)
+
+    @property
+    def set_aside(self) -> list[dict[str, Any]]:
+        """Prompts that were not run: {"prompt", "line", "reason"}."""
+        later = [entry for shard in self.shards for entry in shard.sidecar["set_aside"]]
+        return sorted([*self.manifest["set_aside"], *later], key=lambda entry: entry["prompt"])
+
+    def token_texts(self, prompt: int) -> list[str]:
+        """What each position of a prompt shows."""
+        shard, start, stop = self._span(prompt)
+        return [text.decode() for text in shard.file["prompt/token_text"][start:stop]]
+
+    def tokens(self, prompt: int) -> list[int]:
+        """Token ids of a prompt."""
+        shard, start, stop = self._span(prompt)
+        return shard.file["prompt/token"][start:stop].tolist()
+
+    def edges(self, prompt: int, head: HeadId) -> dict[str, NDArray[Any]]:
+        """Columns of a head's edges in one prompt: q_pos, k_pos, score, pattern, completeness, feature_share."""
+        shard, start, stop = self._group(prompt, head)
+        base = f"layer/{head.layer}"
+        q_pos, k_pos = split_keys(shard.dataset(f"{base}/key")[start:stop])
+        names = ("score", "pattern", "completeness", "feature_share")
+        return {"q_pos": q_pos, "k_pos": k_pos} | {
+            n: shard.dataset(f"{base}/{n}")[start:stop] for n in names
+        }
+
+    def edge(self, prompt: int, edge: Edge) -> EdgeRow:
+        """Everything kept of one edge.
+
+        Raises UsageError if the edge cannot exist (masked, beyond the prompt), StoreError if it was not kept.
+        """
+        shard, begin, end = self._span(prompt)
+        if problem := position_problem(edge.q_pos, edge.k_pos, end - begin):
+            raise UsageError(f"prompt {prompt}: {problem}")
+        start, stop = self._group(prompt, HeadId(edge.layer, edge.head))[1:]
+        keys = shard.dataset(f"layer/{edge.layer}/key")
+        if stop > start:
+            wanted = make_keys(np.array([edge.q_pos]), np.array([edge.k_pos]), keys.dtype)[0]
+            found = keys[start:stop]
+            at = int(np.searchsorted(found, wanted))
+            if at < len(found) and found[at] == wanted:
+                return self._row(shard, begin, start + at, edge)
+        raise StoreError(self._not_kept(prompt, edge))
+
+    def _row(self, shard: Shard, begin: int, row: int, edge: Edge) -> EdgeRow:
+        attrs = shard.layer_attrs(edge.layer)
+        base, qk = f"layer/{edge.layer}", f"layer/{edge.layer}/qk"
+
+        def cell(name: str) -> Any:
+            return shard.dataset(name)[row]
+
+        q_at, k_at = begin + edge.q_pos, begin + edge.k_pos
+        texts = shard.dataset("prompt/token_text")
+        output = int(attrs["output"])
+        every = bool(attrs["every_output"])
+        return EdgeRow(
+            edge=edge,
+            tokens=(texts[q_at].decode(), texts[k_at].decode()),
+            score=float(cell(f"{base}/score")),
+            pattern=float(cell(f"{base}/pattern")),
+            completeness=float(cell(f"{base}/completeness")),
+            feature_share=float(cell(f"{base}/feature_share")),
+            flagged=bool(shard.dataset(f"{base}/flagged")[k_at]),
+            kinds=tuple(json.loads(attrs["kinds"])),
+            totals=cell(f"{qk}/totals"),
+            values=cell(f"{qk}/value"),
+            q_slots=decode_slots(cell(f"{qk}/q_slots")),
+            k_slots=decode_slots(cell(f"{qk}/k_slots")),
+            q_top=decode_slots(cell(f"{qk}/q_top")),
+            q_marginals=cell(f"{qk}/q_marginals"),
+            k_top=decode_slots(cell(f"{qk}/k_top")),
+            k_marginals=cell(f"{qk}/k_marginals"),
+            q_active=shard.active(int(attrs["basis"]), q_at),
+            k_active=shard.active(int(attrs["basis"]), k_at),
+            o_active=None if output < 0 or every else shard.active(output, q_at),
+            ov=None if output < 0 else self._ov_row(shard, f"{base}/ov", row, q_at),
+        )
+
+    @staticmethod
+    def _ov_row(shard: Shard, base: str, row: int, q_at: int) -> OvRow:
+        def cell(name: str) -> Any:
+            return shard.dataset(f"{base}/{name}")[row]
+
+        return OvRow(
+            cell("value"), decode_slots(cell("v_slots")), decode_slots(cell("o_slots")),
+            float(cell("completeness")), float(shard.dataset(f"{base}/block_completeness")[q_at]),
+            decode_slots(cell("v_top")), cell("v_norms"), decode_slots(cell("o_top")), cell("o_reads"),
+            cell("o_totals"),
+        )  # fmt: skip
+
+    @cached_property
+    def densities(self) -> Mapping[int, tuple[Mapping[int, int], int]]:
+        """Per source: how often each feature is active, and over how many unflagged positions of the run."""
+        found: dict[int, tuple[dict[int, int], int]] = {}
+        for source in range(len(self.manifest["sources"])):
+            times: dict[int, int] = {}
+            positions = 0
+            for shard in self.shards:
+                if f"source/{source}" not in shard.file:
+                    continue
+                group = shard.file[f"source/{source}"]
+                positions += int(group.attrs["positions_counted"])
+                for feature, count in zip(
+                    group["present"][:].tolist(), group["present_count"][:].tolist(), strict=True
+                ):
+                    times[feature] = times.get(feature, 0) + count
+            found[source] = (times, positions)
+        return found
+
+    def mean_l0(self, source: int) -> float | None:
+        """Mean number of active features at unflagged positions."""
+        times, positions = self.densities[source]
+        return sum(times.values()) / positions if positions else None
+
+    def label(self, source: int, feature: int) -> str | None:
+        """The label of a feature, from the labels copied into the store."""
+        lines = self._label_lines(source)
+        if feature >= len(lines):
+            return None
+        record = json.loads(lines[feature])
+        return record["label"] if record["id"] == feature else None
+
+    def _label_lines(self, source: int) -> list[str]:
+        if source not in self._labels:
+            name = self.manifest["sources"][source]["labels"]
+            path = None if name is None else self.path / LABELS / name
+            found = path is not None and path.is_file()
+            self._labels[source] = (
+                path.read_text(encoding="utf-8").split("\n")[:-1] if path and found else []
+            )
+        return self._labels[source]
+
+    def _span(self, prompt: int) -> tuple[Shard, int, int]:
+        shard = self._where.get(prompt)
+        if shard is None:
+            raise self._no_prompt(prompt)
+        at = shard.ids.index(prompt)
+        return shard, int(shard.ptr[at]), int(shard.ptr[at + 1])
+
+    def _group(self, prompt: int, head: HeadId) -> tuple[Shard, int, int]:
+        shard = self._span(prompt)[0]
+        plan = next((p for p in self.manifest["layers"] if p["layer"] == head.layer), None)
+        if plan is None or head.head not in plan["heads"]:
+            raise UsageError(
+                f"head {head} is not in this store; it holds {', '.join(map(str, self.heads))}"
+            )
+        group = shard.ids.index(prompt) * len(plan["heads"]) + plan["heads"].index(head.head)
+        start, stop = shard.dataset(f"layer/{head.layer}/group_ptr")[group : group + 2]
+        return shard, int(start), int(stop)
+
+    def _no_prompt(self, prompt: int) -> Exception:
+        for entry in self.set_aside:
+            if entry["prompt"] == prompt:
+                return StoreError(
+                    f"prompt {prompt} (line {entry['line']}) was set aside: {entry['reason']}"
+                )
+        for entry in self.manifest["shards"]:
+            if prompt in entry["prompts"]:
+                name = f"{SHARDS}/{shard_name(entry['index'])}.h5"
+                broken = [p for p in self.problems if name in p]
+                return StoreError(
+                    broken[0]
+                    if broken
+                    else f"prompt {prompt} is in {name}, which is not finished yet"
+                )
+        known = self.prompt_ids
+        some = f"{known[0]} to {known[-1]}" if known else "none yet"
+        return UsageError(f"prompt {prompt} is not in this store; it holds {some}")
+
+    def _not_kept(self, prompt: int, edge: Edge) -> str:
+        kept = self.edges(prompt, HeadId(edge.layer, edge.head))
+        keys = kept["k_pos"][kept["q_pos"] == edge.q_pos].tolist()
+        return (
+            f"edge q {edge.q_pos}, k {edge.k_pos} of {HeadId(edge.layer, edge.head)} was not kept "
+            f"(--edges {self.manifest['config']['edges']}); kept keys of this query: {keys or 'none'}"
+        )
+
+    def close(self) -> None:
+        """Close the files."""
+        for shard in self.shards:
+            if "file" in vars(shard):
+                shard.file.close()
+                del shard.file
+            shard._datasets.clear()
+
+    def __enter__(self) -> "Store":
+        """The store itself; `with` closes it."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close the files."""
+        self.close()
+
+    def __iter__(self) -> Iterator[int]:
+        """Finished prompt ids."""
+        return iter(self.prompt_ids)
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """The manifest of the store at `path`; raises StoreError if there is none, or of a newer version."""
+    file = path / MANIFEST
+    if not file.is_file():
+        raise StoreError(f"{path} is not a headattr store: it has no {MANIFEST}")
+    try:
+        manifest = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise StoreError(
+            f"{file} is not JSON ({error}); the store cannot be read without it"
+        ) from error
+    if manifest.get("format") != STORE_FORMAT:
+        raise StoreError(f"{file} is not the manifest of a headattr store")
+    if [int(part) for part in manifest["version"].split(".")] > [
+        int(part) for part in VERSION.split(".")
+    ]:
+        raise StoreError(
+            f"{path} was written by a newer version (format {manifest['version']}); upgrade headattr"
+        )
+    return manifest
+
+
+def read_sidecar(path: Path, manifest_hash: str) -> tuple[dict[str, Any] | None, str | None]:
+    """The sidecar of a finished shard, or None; and what is wrong with it, or None if it is not there yet."""
+    sidecar = path.with_suffix(".json")
+    name = f"{SHARDS}/{path.name}"
+    if not sidecar.is_file():
+        return None, None
+    try:
+        found = json.loads(sidecar.read_text(encoding="utf-8"))
+        wanted = found["bytes"], found["manifest_hash"]
+    except (ValueError, KeyError, TypeError):
+        return None, f"{SHARDS}/{sidecar.name} is broken: run the same command again to redo {name}"
+    if not path.is_file():
+        return (
+            None,
+            f"{name} is missing though its sidecar is there: run the same command again to redo it",
+        )
+    if path.stat().st_size != wanted[0]:
+        return (
+            None,
+            f"{name} is {path.stat().st_size} bytes, expected {wanted[0]}: run the same command again to redo it",
+        )
+    if wanted[1] != manifest_hash:
+        return None, f"{name} belongs to another run: run the same command again to redo it"
+    return found, None
+
+
+def open_store(path: str | Path) -> Store:
+    """Open a result folder. Raises StoreError if it holds no store."""
+    return Store(path)

@@ -1,0 +1,1 @@
+"""Train dictionaries of residual streams, and label their features."""

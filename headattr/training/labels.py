@@ -1,0 +1,196 @@
+"""Labels for the features of a dictionary: where in a set of texts each one fires most.
+
+Windows of activations go in a batch at a time; `TopWindows` keeps, for every feature, the windows
+with its strongest activations, each window once. Out comes one `FeatureLabel` a feature, and
+`labels.jsonl`: one JSON object a line, in id order,
+
+    {"id", "label", "density", "max_activation",
+     "contexts": [{"before", "token", "after", "activation"}, ...]}
+
+A label quotes the strongest contexts: the token that the feature fires on in brackets, after the
+text before it, `…ver[y] , …ver[s]`. It is a quotation, not an explanation. A feature that is never
+active has label null and no contexts.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple, Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from headattr.errors import HeadattrError
+
+
+@runtime_checkable
+class Encoder(Protocol):
+    """A dictionary, as far as labels need one."""
+
+    def encode(self, x: Tensor) -> Tensor:
+        """Feature activations [..., d_sae] of residuals [..., d_model]."""
+        ...
+
+
+class Context(NamedTuple):
+    """One place where a feature fires."""
+
+    before: str
+    """Text before the token."""
+    token: str
+    """The token that the feature fires on."""
+    after: str
+    """Text after the token."""
+    activation: float
+    """How strongly."""
+
+
+class FeatureLabel(NamedTuple):
+    """What is known of one feature; a line of labels.jsonl."""
+
+    id: int
+    """Index of the feature in the dictionary."""
+    label: str | None
+    """Its strongest contexts, abridged; None where it was never active."""
+    density: float
+    """Share of the positions at which it was active."""
+    max_activation: float
+    """The largest activation seen, 0 where there was none."""
+    contexts: list[Context]
+    """Its strongest contexts, strongest first, no two with the same text."""
+
+
+class LabelStyle(NamedTuple):
+    """How much text is shown; lengths are in tokens."""
+
+    contexts: int = 5
+    """Contexts a feature."""
+    before: int = 16
+    """Tokens before the one it fires on."""
+    after: int = 6
+    """Tokens after it."""
+    quoted: int = 3
+    """Contexts quoted in the label."""
+    tail: int = 4
+    """Tokens before the bracket in the label."""
+
+
+class TopWindows(NamedTuple):
+    """For each feature, the windows in which it was strongest, strongest first."""
+
+    activation: Float[Tensor, "rank d_sae"]
+    """The largest activation in the window; 0 where the feature has fewer windows than ranks."""
+    window: Int[Tensor, "rank d_sae"]
+    """Which window, counted over all batches."""
+    pos: Int[Tensor, "rank d_sae"]
+    """Where in it."""
+    active: Int[Tensor, " d_sae"]
+    """Number of positions at which the feature was active."""
+    positions: int
+    """Number of positions seen."""
+
+
+@torch.no_grad()
+def encoded_windows(
+    sae: Encoder,
+    resid_pre: Float[Tensor, "window pos d_model"],
+    keep: Bool[Tensor, "window pos"],
+    batch_size: int = 32,
+) -> Iterator[tuple[Float[Tensor, "window pos d_sae"], int]]:
+    """Activations of `sae`, some windows at a time, for `top_windows`; zero where not `keep`."""
+    for x, kept in zip(resid_pre.split(batch_size), keep.split(batch_size), strict=True):
+        yield sae.encode(x.float()) * kept.unsqueeze(-1), int(kept.sum())
+
+
+def top_windows(
+    batches: Iterable[tuple[Float[Tensor, "window pos d_sae"], int]], ranks: int = 10
+) -> TopWindows:
+    """The `ranks` strongest windows of each feature.
+
+    A batch is activations, zero at positions that do not count, and the number of positions that
+    do. Windows may differ in length from batch to batch. HeadattrError where there is no batch.
+    """
+    best: Tensor | None = None
+    found = torch.empty(0)
+    active, positions, seen = torch.empty(0), 0, 0
+    for acts, counted in batches:
+        peaks, pos = acts.max(1)
+        window = torch.arange(seen, seen + len(acts)).unsqueeze(1).expand_as(pos)
+        here = torch.stack([window, pos])
+        if best is None:
+            best, found, active = peaks[:0], here[:, :0], pos.new_zeros(acts.shape[-1])
+        best, found = torch.cat([best, peaks]), torch.cat([found, here], dim=1)
+        best, kept = best.topk(min(ranks, len(best)), dim=0)
+        found = found.gather(1, kept.expand(2, *kept.shape))
+        active = active + (acts > 0).sum((0, 1))
+        positions, seen = positions + counted, seen + len(acts)
+    if best is None:
+        raise HeadattrError("no activations to label features from: the text set gave no window")
+    return TopWindows(best, found[0], found[1], active, positions)
+
+
+def label_features(
+    top: TopWindows,
+    windows: Int[Tensor, "window pos"],
+    token_text: Sequence[str],
+    style: LabelStyle = LabelStyle(),  # noqa: B008 - a constant
+) -> Iterator[FeatureLabel]:
+    """One label a feature, in id order.
+
+    `windows` holds the token ids of all the batches that `top` was made from, `token_text` the
+    text of every id.
+    """
+    density = (top.active.double() / max(1, top.positions)).tolist()
+    rows = windows.tolist()
+    columns = (top.activation.T.tolist(), top.window.T.tolist(), top.pos.T.tolist())
+    for feature, places in enumerate(zip(*columns, strict=True)):
+        contexts: dict[tuple[str, str, str], Context] = {}
+        snippets: dict[str, None] = {}
+        for strength, window, pos in zip(*places, strict=True):
+            if strength <= 0 or len(contexts) == style.contexts:
+                break
+            text = _context(rows[window], pos, token_text, style)
+            if text not in contexts:
+                contexts[text] = Context(*text, strength)
+                snippets[_snippet(rows[window], pos, token_text, style)] = None
+        label = " , ".join(list(snippets)[: style.quoted]) if snippets else None
+        strongest = max(places[0][0], 0.0)
+        yield FeatureLabel(feature, label, density[feature], strongest, list(contexts.values()))
+
+
+def write_labels(labels: Iterable[FeatureLabel], path: Path) -> None:
+    """Write labels.jsonl, compactly; numbers keep three significant digits."""
+    with path.open("w", encoding="utf-8") as lines:
+        for label in labels:
+            record = {
+                **label._asdict(),
+                "density": _rounded(label.density),
+                "max_activation": _rounded(label.max_activation),
+                "contexts": [
+                    {**c._asdict(), "activation": _rounded(c.activation)} for c in label.contexts
+                ],
+            }
+            lines.write(json.dumps(record, ensure_ascii=False, separators=(",", ":")) + "\n")
+
+
+def _context(
+    row: list[int], pos: int, token_text: Sequence[str], style: LabelStyle
+) -> tuple[str, str, str]:
+    before = "".join(token_text[token] for token in row[max(0, pos - style.before) : pos])
+    after = "".join(token_text[token] for token in row[pos + 1 : pos + 1 + style.after])
+    return before, token_text[row[pos]], after
+
+
+def _snippet(row: list[int], pos: int, token_text: Sequence[str], style: LabelStyle) -> str:
+    """`…ver[y]`, newlines as ⏎ so that a label stays on one line."""
+    start = max(0, pos - style.tail)
+    before = "".join(token_text[token] for token in row[start:pos])
+    text = f"{'…' if start else ''}{before}[{token_text[row[pos]]}]"
+    return text.replace("\r", "").replace("\n", "⏎")
+
+
+def _rounded(number: float) -> float:
+    return float(f"{number:.3g}")

@@ -1,0 +1,1 @@
+"""Stores and answers as pictures and files for other tools; one file a viewer."""
