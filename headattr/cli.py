@@ -15,7 +15,8 @@ from headattr.errors import HeadattrError
 
 @dataclass(frozen=True)
 class Demo:
-    """See it work: attribute the embedded model over the embedded texts, print what is found, draw one edge.
+    """See it work: attribute the embedded model over the embedded texts, print what is found, draw
+    one edge.
 
     Example:
       headattr demo --out headattr-demo
@@ -100,7 +101,8 @@ COMMANDS: dict[str, type[Any]] = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code: 0 done, 1 failed, 2 usage, 3 some prompts were set aside."""
+    """Run one command; returns the exit code: 0 done, 1 failed, 2 usage, 3 some prompts were set
+    aside."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     name = next((n for n in COMMANDS if arguments[: len(n.split())] == n.split()), None)
     if name is None:
@@ -180,7 +182,7 @@ def _demo(command: Demo) -> int:
 
 
 def _run(config: RunConfig) -> int:
-    from headattr.pipeline import render_run, run
+    from headattr.summary import render_run, run
 
     _quiet()
     answer = run(config)

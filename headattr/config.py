@@ -1,4 +1,5 @@
-"""What a run is asked to do: one frozen dataclass that is the command line, the Python API and the metadata."""
+"""What a run is asked to do: one frozen dataclass that is the command line, the Python API and the
+metadata."""
 
 import hashlib
 import json
@@ -22,7 +23,8 @@ RESULT_FREE = (
     "progress",
     "json",
 )
-"""Fields that cannot change a result: names of inputs (their hashes count instead), places and speed."""
+"""Fields that cannot change a result: names of inputs (their hashes count instead), places and
+speed."""
 
 
 @dataclass(frozen=True)
@@ -36,34 +38,37 @@ class RunConfig:
     model: str
     """A model folder, a hub id, a .gguf file, `demo` or `smollm2`."""
     basis: tuple[str, ...]
-    """Dictionaries of the residual stream: `layer=PATH` each (`0=tokens` needs no dictionary), a TOML file or
-    folder of [[basis]] tables, or `demo`."""
+    """Dictionaries of the residual stream: `layer=PATH` each (`0=tokens` needs no dictionary), a
+    TOML file or folder of [[basis]] tables, or `demo`."""
     texts: str
     """A .txt file (a line a prompt) or a .jsonl file ({"text": ...} or {"tokens": [...]})."""
     out: str
     """The folder of the result; the same configuration resumes in it."""
     output: tuple[str, ...] = ()
-    """What reads the heads' outputs, as --basis, or `unembed`. An edge at layer l uses the smallest layer > l;
-    without any, the basis of l + 1."""
+    """What reads the heads' outputs, as --basis, or `unembed`. An edge at layer l uses the smallest
+    layer > l; without any, the basis of l + 1."""
     heads: str = "all"
     """`all` heads of the layers that have a basis, or a list such as L5H1,L3H*."""
     edges: str = "top:4"
-    """`top:M` keys a query, `threshold:P` of the pattern, `all`, or `file:PATH` (JSONL of prompt, layer, head,
-    q_pos, k_pos)."""
+    """`top:M` keys a query, `threshold:P` of the pattern, `all`, or `file:PATH` (JSONL of prompt,
+    layer, head, q_pos, k_pos)."""
     q_token: str | None = None
     """Keep only edges whose query token is this text, or matches /this expression/."""
     k_token: str | None = None
     """Keep only edges whose key token is this text, or matches /this expression/."""
     keep_sinks: bool = False
-    """With top:M, treat positions that swallow attention (the first, and outlying norms) like any key."""
+    """With top:M, treat positions that swallow attention (the first, and outlying norms) like any
+    key."""
     topk: int = 32
     """Pairs kept an edge."""
     read: Literal["encoder", "decoder"] = "encoder"
     """Read direction of output features: encoder row, or activation times decoder direction."""
     outputs: Literal["active", "all"] = "active"
-    """Output features to consider: those active at the query, or all (finds what a head suppresses)."""
+    """Output features to consider: those active at the query, or all (finds what a head
+    suppresses)."""
     bos: Literal["auto", "yes", "no"] = "auto"
-    """Begin each text with the BOS token; auto: as the dictionaries were trained, else as the tokenizer does."""
+    """Begin each text with the BOS token; auto: as the dictionaries were trained, else as the
+    tokenizer does."""
     paragraphs: bool = False
     """A .txt file holds a prompt a paragraph (blank lines between), not a line."""
     truncate: bool = False
@@ -90,7 +95,8 @@ class RunConfig:
                 )
         if self.outputs == "all" and self.read == "decoder":
             raise UsageError(
-                "--outputs all with --read decoder: the decoder read of an inactive feature is zero; "
+                "--outputs all with --read decoder: the decoder read of an inactive feature is "
+                "zero; "
                 "use --read encoder"
             )
 
@@ -113,7 +119,8 @@ class SourceSpec(NamedTuple):
 def parse_specs(
     specs: tuple[str, ...], role: Literal["basis", "output"], embedded: Path | None = None
 ) -> list[SourceSpec]:
-    """Read SPECs: `layer=PATH`, `unembed`, a TOML file, a folder with spec.toml, or `demo` (in `embedded`).
+    """Read SPECs: `layer=PATH`, `unembed`, a TOML file, a folder with spec.toml, or `demo` (in
+    `embedded`).
 
     Raises UsageError, naming the SPEC.
     """
@@ -134,13 +141,15 @@ def parse_specs(
         else:
             raise UsageError(
                 f"--{role} {text!r}: expected layer=PATH, 0=tokens, demo, "
-                f"{'unembed, ' if role == 'output' else ''}or a TOML file (a folder holds it as spec.toml)"
+                f"{'unembed, ' if role == 'output' else ''}or a TOML file (a folder holds it "
+                "as spec.toml)"
             )
     return check_specs(found, role)
 
 
 def check_specs(found: list[SourceSpec], role: str) -> list[SourceSpec]:
-    """Refuse two dictionaries for one layer, and token decompositions anywhere but at layer 0 of a basis."""
+    """Refuse two dictionaries for one layer, and token decompositions anywhere but at layer 0 of a
+    basis."""
     seen: set[int] = set()
     for spec in found:
         if spec.layer in seen:

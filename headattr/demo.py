@@ -1,4 +1,5 @@
-"""The demo: the embedded model explained over the embedded texts, in words, numbers and a picture."""
+"""The demo: the embedded model explained over the embedded texts, in words, numbers and a
+picture."""
 
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,7 +26,8 @@ class _Seen(NamedTuple):
     previous: float
     """Mean pattern on the token before."""
     induction: float
-    """Mean pattern on tokens that follow an earlier copy of the query's token, where there is one."""
+    """Mean pattern on tokens that follow an earlier copy of the query's token, where there is
+    one."""
     best: tuple[float, int, Edge] | None
     """The strongest induction edge, or else the strongest: pattern, prompt, edge."""
 
@@ -33,13 +35,17 @@ class _Seen(NamedTuple):
 def demo(out: Path) -> dict[str, Any]:
     """Run (or reuse) the demo store in `out` and draw its clearest edge.
 
-    {"store", "picture", "heads": [{"head", "previous_token", "induction", "feature_share"}], "edges": three edge
-    answers, "check": the answer of `check`}.
+    {"store", "picture", "heads": [{"head", "previous_token", "induction", "feature_share"}],
+    "edges": three edge answers, "check": the answer of `check`}.
     """
     config = RunConfig(
-        model="demo", basis=("demo",), output=("demo",), out=str(out / "store"),
-        texts=str(embedded_folder() / "demo" / "texts.txt"), topk=32,
-    )  # fmt: skip
+        model="demo",
+        basis=("demo",),
+        output=("demo",),
+        out=str(out / "store"),
+        texts=str(embedded_folder() / "demo" / "texts.txt"),
+        topk=32,
+    )
     out.mkdir(parents=True, exist_ok=True)
     with execute(plan(config, inputs_of(config))) as store:
         seen = [_look(store, head) for head in store.heads]
@@ -57,14 +63,16 @@ def demo(out: Path) -> dict[str, Any]:
             "picture": str(out / PICTURE),
             "heads": [
                 {
-                    "head": str(found.head), "previous_token": found.previous, "induction": found.induction,
+                    "head": str(found.head),
+                    "previous_token": found.previous,
+                    "induction": found.induction,
                     "feature_share": shares[found.head]["feature_share"],
                 }
                 for found in worth
             ],
             "edges": answers,
             "check": check(store),
-        }  # fmt: skip
+        }
 
 
 def _look(store: Store, head: HeadId) -> _Seen:
@@ -94,7 +102,8 @@ def _look(store: Store, head: HeadId) -> _Seen:
 
 
 def _worth_a_look(seen: list[_Seen]) -> list[_Seen]:
-    """The clearest induction head, the clearest previous-token head, then the others by either score."""
+    """The clearest induction head, the clearest previous-token head, then the others by either
+    score."""
     first = max(seen, key=lambda found: found.induction)
     second = max(seen, key=lambda found: found.previous)
     rest = sorted(seen, key=lambda found: -max(found.induction, found.previous))
@@ -105,10 +114,12 @@ def _worth_a_look(seen: list[_Seen]) -> list[_Seen]:
 def render_demo(answer: dict[str, Any]) -> str:
     """The findings as text for a terminal."""
     lines = [
-        "Heads worth a look (pattern on the previous token, on induction targets, share explained by features):"
+        "Heads worth a look (pattern on the previous token, on induction targets, share "
+        "explained by features):"
     ]
     lines += [
-        f"  {row['head']}  previous token {row['previous_token']:.2f}   induction {row['induction']:.2f}   "
+        f"  {row['head']}  previous token {row['previous_token']:.2f}   induction "
+        f"{row['induction']:.2f}   "
         f"features {row['feature_share']:.2f}"
         for row in answer["heads"]
     ]
@@ -117,8 +128,10 @@ def render_demo(answer: dict[str, Any]) -> str:
     checked = answer["check"]
     lines += [
         "",
-        f"{checked['edges']:,} edges in {answer['store']}; every table adds up to the model's own numbers: worst "
-        f"completeness {checked['completeness']['worst']:.1e} (QK), {checked['ov']['completeness']['worst']:.1e} (OV)",
+        f"{checked['edges']:,} edges in {answer['store']}; every table adds up to the model's "
+        "own numbers: worst "
+        f"completeness {checked['completeness']['worst']:.1e} (QK), "
+        f"{checked['ov']['completeness']['worst']:.1e} (OV)",
         f"Picture: {answer['picture']}",
     ]
     return "\n".join(lines)

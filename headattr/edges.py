@@ -1,4 +1,5 @@
-"""An edge, which edges a run keeps, and the numpy tables that attribution fills and the store writes."""
+"""An edge, which edges a run keeps, and the numpy tables that attribution fills and the store
+writes."""
 
 import json
 import re
@@ -92,17 +93,20 @@ class LayerTable(NamedTuple):
     q_slots: NDArray[np.int32]
     k_slots: NDArray[np.int32]
     q_top: NDArray[np.int32]
-    """[edge, 8] slots of the query features with the largest |marginal|, -1 where there are fewer."""
+    """[edge, 8] slots of the query features with the largest |marginal|, -1 where there are
+    fewer."""
     q_marginals: NDArray[np.floating]
     k_top: NDArray[np.int32]
     k_marginals: NDArray[np.floating]
     n_nonfinite: int
     flagged: NDArray[np.bool_]
-    """[pos] positions that swallow attention: the first, and those of over 10 times the median norm."""
+    """[pos] positions that swallow attention: the first, and those of over 10 times the median
+    norm."""
     sink_share: NDArray[np.floating]
     """[head, q_pos] pattern mass on flagged positions."""
     share_sums: NDArray[np.float64]
-    """[head, 4] over all allowed edges: sum s^2, sum (s - T_ff)^2, and both with row means removed."""
+    """[head, 4] over all allowed edges: sum s^2, sum (s - T_ff)^2, and both with row means
+    removed."""
     pattern_error: float
     ov: OvTable | None
 
@@ -133,7 +137,8 @@ def parse_head(text: str) -> HeadId:
 
 
 def parse_heads(text: str, n_layers: int, n_heads: int) -> list[HeadId]:
-    """`all`, or a comma-separated list of L5H1 and L3H*; raises UsageError for a head that does not exist."""
+    """`all`, or a comma-separated list of L5H1 and L3H*; raises UsageError for a head that does not
+    exist."""
     if text == "all":
         return [HeadId(layer, head) for layer in range(n_layers) for head in range(n_heads)]
     found: set[HeadId] = set()
@@ -145,7 +150,8 @@ def parse_heads(text: str, n_layers: int, n_heads: int) -> list[HeadId]:
         heads = range(n_heads) if match[2] == "*" else [int(match[2])]
         if layer >= n_layers or max(heads) >= n_heads:
             raise UsageError(
-                f"--heads {part.strip()}: the model has layers 0 to {n_layers - 1} and heads 0 to {n_heads - 1}"
+                f"--heads {part.strip()}: the model has layers 0 to {n_layers - 1} and heads 0 "
+                f"to {n_heads - 1}"
             )
         found.update(HeadId(layer, head) for head in heads)
     return sorted(found)
@@ -156,8 +162,8 @@ def listed_edges(
 ) -> dict[tuple[int, HeadId], list[tuple[int, int]]]:
     """Edges of a JSONL file of {"prompt", "layer", "head", "q_pos", "k_pos"}, by prompt and head.
 
-    `lengths`: tokens of every prompt that runs. Raises UsageError, with the line, for an edge that does not
-    exist, is masked, or is of a head that is not attributed.
+    `lengths`: tokens of every prompt that runs. Raises UsageError, with the line, for an edge that
+    does not exist, is masked, or is of a head that is not attributed.
     """
     if not path.is_file():
         raise UsageError(f"--edges file:{path}: no such file; expected a JSONL file of edges")
@@ -173,7 +179,8 @@ def listed_edges(
             )
         except (ValueError, KeyError, TypeError) as error:
             raise UsageError(
-                f"{path} line {number}: {error!r}; expected prompt, layer, head, q_pos, k_pos as integers"
+                f"{path} line {number}: {error!r}; expected prompt, layer, head, q_pos, k_pos "
+                "as integers"
             ) from error
         problem = _edge_problem(HeadId(layer, head), q_pos, k_pos, lengths.get(prompt), known)
         if problem:
@@ -230,8 +237,9 @@ def select_edges(
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Query and key positions of the kept edges of one head, in order.
 
-    `pattern` and `mask` (what may be attended) are [q_pos, k_pos]. `top` leaves flagged keys out, unless
-    `keep_sinks` or every position is flagged (a one-token prompt); ties go to the earlier key.
+    `pattern` and `mask` (what may be attended) are [q_pos, k_pos]. `top` leaves flagged keys out,
+    unless `keep_sinks` or every position is flagged (a one-token prompt); ties go to the earlier
+    key.
     """
     kept = mask.copy()
     if rule.kind == "threshold":

@@ -16,7 +16,7 @@ from headattr.model.capture import capture, pad
 from headattr.model.tokens import Prompt
 from headattr.pipeline import Run, label_lines, layer_task, plan
 from headattr.query import SourceNames, edge_answer, source_names
-from headattr.store.reader import Active, EdgeRow, OvRow
+from headattr.store.rows import Active, EdgeRow, OvRow
 
 
 def explain_edge(
@@ -31,10 +31,11 @@ def explain_edge(
     tokenizer: Any | None = None,
     **options: Any,
 ) -> dict[str, Any]:
-    """Why one edge is there, in memory: the answer of `query edge` with every active feature of both sides.
+    """Why one edge is there, in memory: the answer of `query edge` with every active feature of
+    both sides.
 
-    `head` is written as L5H1. Densities are null: there is no run to count over. Raises UsageError for an
-    edge that cannot exist.
+    `head` is written as L5H1. Densities are null: there is no run to count over. Raises UsageError
+    for an edge that cannot exist.
     """
     options = {"heads": str(parse_head(head)), **options}
     run = plan(*inputs_from_memory(model, basis, output, [text], "", tokenizer, options))
@@ -62,13 +63,20 @@ def _answer(
     at = [(_at(active, edge.q_pos), _at(active, edge.k_pos)) for active in actives]
     output = layer_plan.output
     row = _row_of(
-        table, edge, (prompt.token_texts[edge.q_pos], prompt.token_texts[edge.k_pos]), *at[layer_plan.basis],
+        table,
+        edge,
+        (prompt.token_texts[edge.q_pos], prompt.token_texts[edge.k_pos]),
+        *at[layer_plan.basis],
         None if output is None or layer_plan.every_output else at[output][0],
-    )  # fmt: skip
+    )
     return edge_answer(
-        row, None, basis=_names(run, layer_plan.basis), output=None if output is None else _names(run, output),
-        read=layer_plan.read, ov_reason=layer_plan.ov_reason,
-    )  # fmt: skip
+        row,
+        None,
+        basis=_names(run, layer_plan.basis),
+        output=None if output is None else _names(run, output),
+        read=layer_plan.read,
+        ov_reason=layer_plan.ov_reason,
+    )
 
 
 def _at(active: ActiveFeatures, pos: int) -> Active:
@@ -119,7 +127,14 @@ def _row_of(
         "k_marginals",
     )
     return EdgeRow(
-        edge=edge, tokens=tokens, flagged=bool(table.flagged[edge.k_pos]), kinds=table.kinds,
-        q_active=q_active, k_active=k_active, o_active=o_active, ov=ov,
-        **scalars, **{name: getattr(table, name)[0] for name in names},
-    )  # fmt: skip
+        edge=edge,
+        tokens=tokens,
+        flagged=bool(table.flagged[edge.k_pos]),
+        kinds=table.kinds,
+        q_active=q_active,
+        k_active=k_active,
+        o_active=o_active,
+        ov=ov,
+        **scalars,
+        **{name: getattr(table, name)[0] for name in names},
+    )

@@ -1,8 +1,9 @@
-"""What a run starts from: names on the command line, or objects in memory. Files are checked, no model is loaded."""
+"""What a run starts from: names on the command line, or objects in memory. Files are checked, no
+model is loaded."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from headattr.basis.load import check_files
 from headattr.config import RunConfig, SourceSpec, check_specs, parse_specs
@@ -21,7 +22,8 @@ class Inputs(NamedTuple):
 
 
 def inputs_of(config: RunConfig) -> Inputs:
-    """Inputs named on the command line; dictionary files and texts are checked, no model is loaded."""
+    """Inputs named on the command line; dictionary files and texts are checked, no model is
+    loaded."""
     embedded = embedded_folder() if "demo" in (*config.basis, *config.output) else None
     basis = parse_specs(config.basis, "basis", embedded)
     output = parse_specs(config.output, "output", embedded)
@@ -40,7 +42,8 @@ def inputs_from_memory(
     tokenizer: Any | None,
     options: dict[str, Any],
 ) -> tuple[RunConfig, Inputs]:
-    """The configuration and inputs of a call from Python; see `headattr.attribute` for what each may be."""
+    """The configuration and inputs of a call from Python; see `headattr.attribute` for what each
+    may be."""
     config = RunConfig(
         model=str(model) if isinstance(model, str | Path) else type(model).__name__,
         texts=str(texts) if isinstance(texts, str | Path) else "in memory",
@@ -50,21 +53,15 @@ def inputs_from_memory(
         **{"progress": False, **options},
     )
     embedded = embedded_folder() if "demo" in (*config.basis, *config.output) else None
-    specs = [
-        _specs_of(given) if isinstance(given, Mapping) else parse_specs(named, role, embedded)
-        for given, named, role in (
-            (basis, config.basis, "basis"),
-            (output, config.output, "output"),
-        )
-    ]
-    check_files([*specs[0], *specs[1]])
+    basis_specs = _specs(basis, config.basis, "basis", embedded)
+    output_specs = _specs(output, config.output, "output", embedded)
+    check_files([*basis_specs, *output_specs])
     if isinstance(texts, str | Path):
         found = read_texts(Path(texts), paragraphs=config.paragraphs)
     else:
         found = texts_from_memory(texts)
-    return config, Inputs(
-        str(model) if isinstance(model, Path) else model, *specs, found, tokenizer
-    )
+    named = str(model) if isinstance(model, Path) else model
+    return config, Inputs(named, basis_specs, output_specs, found, tokenizer)
 
 
 def _named(given: Any) -> tuple[str, ...]:
@@ -76,12 +73,17 @@ def _named(given: Any) -> tuple[str, ...]:
     return tuple(str(spec) for spec in given)
 
 
-def _specs_of(given: Mapping[int, Any]) -> list[SourceSpec]:
-    specs = []
+def _specs(
+    given: Any, named: tuple[str, ...], role: Literal["basis", "output"], embedded: Path | None
+) -> list[SourceSpec]:
+    """Specs of a call from Python: text, or a dict from layer to a folder or an object."""
+    if not isinstance(given, Mapping):
+        return parse_specs(named, role, embedded)
+    specs: list[SourceSpec] = []
     for layer, target in given.items():
         if isinstance(target, str | Path) and str(target) != "tokens":
-            specs += parse_specs((f"{layer}={target}",), "basis")
+            specs += parse_specs((f"{layer}={target}",), role)
         else:
             kind = "tokens" if isinstance(target, str) else "sae"
             specs.append(SourceSpec(kind, int(layer), target))
-    return check_specs(specs, "basis")
+    return check_specs(specs, role)

@@ -6,7 +6,6 @@
 """
 
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,14 +28,14 @@ from headattr.edges import (
     token_filter,
 )
 from headattr.errors import PromptError, UsageError
-from headattr.inputs import Inputs, inputs_from_memory, inputs_of
+from headattr.inputs import Inputs, inputs_from_memory
 from headattr.model.capture import PromptCapture, capture, pad
 from headattr.model.load import LoadedModel, load_model
 from headattr.model.proof import TOLERANCE, Errors, prove
 from headattr.model.tokens import Prompt, decide_bos, tokenize, vocabulary_lines
-from headattr.store.check import check
 from headattr.store.manifest import begin, build_manifest
-from headattr.store.reader import Store, read_sidecar
+from headattr.store.published import read_sidecar
+from headattr.store.reader import Store
 from headattr.store.writer import ActiveLists, LayerPlan, PromptResult, write_shard
 from headattr.texts import SetAside
 
@@ -70,88 +69,16 @@ def attribute(
     tokenizer: Any | None = None,
     **options: Any,
 ) -> Store:
-    """Attribute the heads of `model` over `texts`, keep the result in the folder `out`, and open it.
+    """Attribute the heads of `model` over `texts`, keep the result in the folder `out`, and open
+    it.
 
     `model`: a name, folder, hub id, `.gguf` file or a Hugging Face model in memory (then give its
-    `tokenizer`, or texts as token ids). `basis` and `output`: a SPEC or several, as on the command line, or a
-    dict from layer to a folder, a `sae_lens.SAE`, a `PlainDictionary` or "tokens". `texts`: a file, or strings
-    or lists of token ids. `options`: fields of `RunConfig`. Raises HeadattrError before any work.
+    `tokenizer`, or texts as token ids). `basis` and `output`: a SPEC or several, as on the command
+    line, or a dict from layer to a folder, a `sae_lens.SAE`, a `PlainDictionary` or "tokens".
+    `texts`: a file, or strings or lists of token ids. `options`: fields of `RunConfig`. Raises
+    HeadattrError before any work.
     """
     return execute(plan(*inputs_from_memory(model, basis, output, texts, out, tokenizer, options)))
-
-
-def run(config: RunConfig) -> dict[str, Any]:
-    """The command `run`: attribute, and say what was done and how it adds up.
-
-    {"out", "prompts", "edges", "set_aside": [...], "completeness", "ov", "pattern_error", "model_notes", "bos",
-    "sources": [{"name", "layer", "activation", "mean_l0", "assumed"}], "layers_without_basis", "seconds"}.
-    """
-    started = time.monotonic()
-    with execute(plan(config, inputs_of(config))) as store:
-        checked = check(store)
-        manifest = store.manifest
-        return {
-            "out": str(store.path),
-            "prompts": len(store.prompt_ids),
-            "edges": checked["edges"],
-            "set_aside": store.set_aside,
-            **{name: checked[name] for name in ("completeness", "ov", "pattern_error", "problems")},
-            "model_notes": manifest["model"]["notes"],
-            "bos": manifest["bos"],
-            "sources": [
-                {
-                    **{key: s[key] for key in ("name", "layer", "activation", "assumed")},
-                    "mean_l0": store.mean_l0(i),
-                }
-                for i, s in enumerate(manifest["sources"])
-            ],
-            "layers_without_basis": manifest["layers_without_basis"],
-            "no_output": {p["layer"]: p["ov_reason"] for p in manifest["layers"] if p["ov_reason"]},
-            "seconds": round(time.monotonic() - started, 1),
-        }
-
-
-def render_run(answer: dict[str, Any]) -> str:
-    """The answer of `run` as text for a terminal."""
-    lines = [
-        f"{answer['edges']:,} edges of {answer['prompts']} prompts in {answer['out']} ({answer['seconds']} s)",
-        f"  worst error: QK {_error(answer['completeness']['worst'])}, OV {_error(answer['ov']['completeness']['worst'])}, "
-        f"whole block {_error(answer['ov']['block_completeness']['worst'])}, "
-        f"pattern {_error(answer['pattern_error']['worst'])}",
-        f"  BOS: {'prepended' if answer['bos']['prepend'] else 'not prepended'} ({answer['bos']['why']})",
-    ]
-    for source in answer["sources"]:
-        l0 = "" if source["mean_l0"] is None else f", mean L0 {source['mean_l0']:.1f}"
-        lines.append(f"  layer {source['layer']}: {source['name']} ({source['activation']}{l0})")
-        lines += [f"    assumed: {assumed}" for assumed in source["assumed"]]
-    lines += [f"  {note}" for note in answer["model_notes"]]
-    if answer["layers_without_basis"]:
-        lines.append(
-            f"  left out for want of a basis: layers {_ranges(answer['layers_without_basis'])}"
-        )
-    lines += [
-        f"  layer {layer} has no output: {reason}" for layer, reason in answer["no_output"].items()
-    ]
-    lines += [
-        f"  set aside: line {entry['line']}: {entry['reason']}" for entry in answer["set_aside"]
-    ]
-    lines += [f"  problem: {problem}" for problem in answer["problems"]]
-    return "\n".join(lines)
-
-
-def _error(value: float | None) -> str:
-    return "none" if value is None else f"{value:.1e}"
-
-
-def _ranges(numbers: Sequence[int]) -> str:
-    """[0, 1, 2, 5] as `0-2, 5`."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    return ", ".join(str(r[0]) if len(r) == 1 else f"{r[0]}-{r[-1]}" for r in runs)
 
 
 def plan(config: RunConfig, inputs: Inputs) -> Run:
@@ -207,9 +134,13 @@ def execute(run: Run) -> Store:
             if read_sidecar(path, run.manifest["hash"])[0] is None:
                 results, aside = attribute_prompts(run, prompts, place, advance)
                 write_shard(
-                    path.parent, entry["index"], results, run.plans,
-                    manifest_hash=run.manifest["hash"], set_aside=[item.as_dict() for item in aside],
-                )  # fmt: skip
+                    path.parent,
+                    entry["index"],
+                    results,
+                    run.plans,
+                    manifest_hash=run.manifest["hash"],
+                    set_aside=[item.as_dict() for item in aside],
+                )
             else:
                 advance(len(prompts))
     return Store(folder)
@@ -226,9 +157,12 @@ def attribute_prompts(
     for start in range(0, len(prompts), run.config.batch_size):
         batch = prompts[start : start + run.config.batch_size]
         found = capture(
-            run.model, *pad([prompt.tokens for prompt in batch]), layers=layers, sites=sites,
+            run.model,
+            *pad([prompt.tokens for prompt in batch]),
+            layers=layers,
+            sites=sites,
             indices=[place[prompt.id] for prompt in batch],
-        )  # fmt: skip
+        )
         for prompt, captured in zip(batch, found, strict=True):
             try:
                 results.append(_attribute_prompt(run, prompt, captured))
@@ -254,7 +188,8 @@ def _attribute_prompt(
         tolerance = TOLERANCE[run.model.dtype]
         if not table.pattern_error <= tolerance:
             raise PromptError(
-                f"the pattern of layer {layer_plan.layer} is off by {table.pattern_error:.1e} from the model's own; "
+                f"the pattern of layer {layer_plan.layer} is off by {table.pattern_error:.1e} "
+                "from the model's own; "
                 f"expected at most {tolerance:.0e}"
             )
         layers[layer_plan.layer] = table
@@ -307,10 +242,16 @@ def distinct(sources: Sources) -> list[Any]:
 
 def _about_model(model: LoadedModel, proof: Errors) -> dict[str, Any]:
     return {
-        "name": model.name, "family": model.family.name, "hash": model.hash(), "notes": list(model.notes),
-        "n_layers": len(model.layers), "n_heads": model.n_heads, "d_model": model.d_model,
-        "context": model.context, "proof": proof._asdict(),
-    }  # fmt: skip
+        "name": model.name,
+        "family": model.family.name,
+        "hash": model.hash(),
+        "notes": list(model.notes),
+        "n_layers": len(model.layers),
+        "n_heads": model.n_heads,
+        "d_model": model.d_model,
+        "context": model.context,
+        "proof": proof._asdict(),
+    }
 
 
 def _heads(
@@ -321,7 +262,8 @@ def _heads(
     without = sorted({head.layer for head in heads} - sources.bases.keys())
     if without and config.heads != "all":
         raise UsageError(
-            f"--heads {config.heads}: layers {without} have no basis; give one each, as --basis {without[0]}=PATH"
+            f"--heads {config.heads}: layers {without} have no basis; give one each, as "
+            f"--basis {without[0]}=PATH"
         )
     kept = [head for head in heads if head.layer in sources.bases]
     if not kept:
@@ -343,7 +285,10 @@ def _plan_layer(config: RunConfig, layer: int, heads: list[HeadId], sources: Sou
             if sources.outputs
             else "no --output was given"
         )
-        reason = f"{given}, and layer {layer + 1} has no basis: add --output {layer + 1}=PATH or --output unembed"
+        reason = (
+            f"{given}, and layer {layer + 1} has no basis: add --output {layer + 1}=PATH "
+            "or --output unembed"
+        )
     return LayerPlan(
         layer,
         [head.head for head in heads if head.layer == layer],
@@ -370,9 +315,14 @@ def _selector(run: Run, layer: int, prompt: Prompt, flagged: NDArray[np.bool_]) 
             for q_pos, k_pos in run.listed.get((prompt.id, HeadId(layer, head)), []):
                 allowed[q_pos, k_pos] = True
         return select_edges(
-            pattern, rule, flagged=flagged, keep_sinks=run.config.keep_sinks,
-            q_allowed=q_allowed, k_allowed=k_allowed, mask=allowed,
-        )  # fmt: skip
+            pattern,
+            rule,
+            flagged=flagged,
+            keep_sinks=run.config.keep_sinks,
+            q_allowed=q_allowed,
+            k_allowed=k_allowed,
+            mask=allowed,
+        )
 
     return select
 

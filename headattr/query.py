@@ -1,6 +1,7 @@
 """Questions to a store, answered as JSON values; `render_*` turns an answer into text.
 
-The shapes are an interface: documented in the README, additive only; null where something is not computed yet.
+The shapes are an interface: documented in the README, additive only; null where something is not
+computed yet.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,7 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headattr.edges import Edge, HeadId
-from headattr.store.reader import Active, EdgeRow, OvRow, Store
+from headattr.store.reader import Store
+from headattr.store.rows import Active, EdgeRow, OvRow
 
 
 class SourceNames(NamedTuple):
@@ -100,12 +102,15 @@ def _marginals(
 ) -> list[dict[str, Any]]:
     return [
         {
-            **features[slot], "activation": float(active.acts[slot]), "marginal": float(marginal),
-            "contrast": None, "ablation": None,
+            **features[slot],
+            "activation": float(active.acts[slot]),
+            "marginal": float(marginal),
+            "contrast": None,
+            "ablation": None,
         }
         for slot, marginal in zip(slots.tolist(), marginals, strict=True)
         if slot >= 0
-    ]  # fmt: skip
+    ]
 
 
 def _ov_answer(
@@ -133,13 +138,14 @@ def _ov_answer(
         ],
         "o_features": [
             {
-                **o_feature(o), "read": float(value),
+                **o_feature(o),
+                "read": float(value),
                 "totals": {kind: float(part) for kind, part in zip(row.kinds, parts, strict=True)},
             }
             for o, value, parts in zip(ov.o_top.tolist(), ov.o_reads, ov.o_totals, strict=True)
             if o >= 0
         ],
-    }  # fmt: skip
+    }
 
 
 def _feature(names: SourceNames, feature: int, token: str | None) -> dict[str, Any]:
@@ -183,8 +189,8 @@ def source_names(
 def head_shares(store: Store) -> dict[HeadId, dict[str, float]]:
     """Per head, over all edges of all prompts: how much of the score its features explain.
 
-    {"feature_share": 1 - sum (s - T_ff)^2 / sum s^2, "feature_share_centred": the same with row means removed,
-    "sink_share": mean pattern mass on positions that swallow attention}.
+    {"feature_share": 1 - sum (s - T_ff)^2 / sum s^2, "feature_share_centred": the same with row
+    means removed, "sink_share": mean pattern mass on positions that swallow attention}.
     """
     answer: dict[HeadId, dict[str, float]] = {}
     for plan in store.manifest["layers"]:
@@ -192,7 +198,7 @@ def head_shares(store: Store) -> dict[HeadId, dict[str, float]]:
         shards = [shard for shard in store.shards if base in shard.file]
         if not shards:
             continue
-        sums = sum(shard.file[f"{base}/share_sums"][:].sum(0) for shard in shards)
+        sums = np.sum([shard.file[f"{base}/share_sums"][:].sum(0) for shard in shards], 0)
         sinks = np.concatenate([shard.file[f"{base}/sink_share"][:] for shard in shards]).mean(0)
         for head, (s2, rest, s2_centred, rest_centred), sink in zip(
             plan["heads"], sums, sinks, strict=True
@@ -212,7 +218,8 @@ def render_edge(answer: dict[str, Any], *, pairs: int = 8) -> str:
     head = HeadId(answer["layer"], answer["head"])
     qk = answer["qk"]
     lines = [
-        f"{head}  q {answer['q_pos']} {answer['q_token']!r} -> k {answer['k_pos']} {answer['k_token']!r}   "
+        f"{head}  q {answer['q_pos']} {answer['q_token']!r} -> k {answer['k_pos']} "
+        f"{answer['k_token']!r}   "
         f"pattern {answer['pattern']:.3f}   score {answer['score']:.3f}"
         + ("   (the key swallows attention)" if answer["flagged"] else ""),
         f"  why it looks there: features explain {qk['feature_share']:+.2f} of scale |Q||K|; "
@@ -222,7 +229,8 @@ def render_edge(answer: dict[str, Any], *, pairs: int = 8) -> str:
     lines += _pair_lines(qk["pairs"][:pairs], "q_feature", "k_feature")
     for ov in answer["ov"]:
         lines.append(
-            f"  what it moves, as {ov['output']} reads it ({ov['read']}; adds up to {ov['completeness']:.1e}):"
+            f"  what it moves, as {ov['output']} reads it ({ov['read']}; adds up to "
+            f"{ov['completeness']:.1e}):"
         )
         lines += _pair_lines(ov["pairs"][:pairs], "v_feature", "o_feature")
     if answer["ov_reason"]:

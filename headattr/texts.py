@@ -1,4 +1,5 @@
-"""Prompts from a file or from memory; a bad one is set aside with its line, the others are not harmed."""
+"""Prompts from a file or from memory; a bad one is set aside with its line, the others are not
+harmed."""
 
 import hashlib
 import json

@@ -1,4 +1,5 @@
-"""Tiny random models and dictionaries with nothing trivial about them: gains, biases, groups, odd widths."""
+"""Tiny random models and dictionaries with nothing trivial about them: gains, biases, groups, odd
+widths."""
 
 from typing import Any
 
@@ -25,22 +26,38 @@ def roughen(model: Any, seed: int) -> Any:
 
 def gpt2(**changes: Any) -> Any:
     options = {
-        "vocab_size": VOCABULARY, "n_embd": 24, "n_layer": 3, "n_head": 3, "n_positions": CONTEXT,
-        "scale_attn_by_inverse_layer_idx": True, "bos_token_id": 0, "eos_token_id": 0,
-    }  # fmt: skip
+        "vocab_size": VOCABULARY,
+        "n_embd": 24,
+        "n_layer": 3,
+        "n_head": 3,
+        "n_positions": CONTEXT,
+        "scale_attn_by_inverse_layer_idx": True,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+    }
     return roughen(GPT2LMHeadModel(GPT2Config(**{**options, **changes})), 1)
 
 
 def llama(**changes: Any) -> Any:
     options = {
-        "vocab_size": VOCABULARY, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 3,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 10, "max_position_embeddings": CONTEXT,
+        "vocab_size": VOCABULARY,
+        "hidden_size": 24,
+        "intermediate_size": 40,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 10,
+        "max_position_embeddings": CONTEXT,
         "attention_bias": True,
         "rope_parameters": {
-            "rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0, "original_max_position_embeddings": 16,
+            "rope_type": "llama3",
+            "rope_theta": 1e4,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 16,
         },
-    }  # fmt: skip
+    }
     return roughen(LlamaForCausalLM(LlamaConfig(**{**options, **changes})), 2)
 
 

@@ -1,4 +1,5 @@
-"""All edges of one layer of one prompt -> a LayerTable. The loop over heads lives here and nowhere else."""
+"""All edges of one layer of one prompt -> a LayerTable. The loop over heads lives here and nowhere
+else."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -193,9 +194,17 @@ def _table(
 def _ov_table(ov: dict[str, Any], block: NDArray[np.floating]) -> OvTable:
     pairs = ov["pairs"]
     return OvTable(
-        pairs["values"], pairs["left"], pairs["right"], ov["completeness"], ov["v_top"], ov["v_norms"],
-        ov["o_top"], ov["o_reads"], ov["o_totals"], block,
-    )  # fmt: skip
+        pairs["values"],
+        pairs["left"],
+        pairs["right"],
+        ov["completeness"],
+        ov["v_top"],
+        ov["v_norms"],
+        ov["o_top"],
+        ov["o_reads"],
+        ov["o_totals"],
+        block,
+    )
 
 
 def _columns(chunks: list[Any]) -> dict[str, Any]:

@@ -2,9 +2,10 @@
 
     w_ij,g = A_ij W_O^h W_V^h N_j[g]          (g -> t) = r_t . w_ij,g
 
-Two checks: the components of an edge sum to r_t . w_ij with the model's own value vector, and the whole row -
-all heads, keys and components, and b_O - to what the block adds to the stream (Elhage et al. 2021, "A
-Mathematical Framework for Transformer Circuits"; head loadings: Kamath et al. 2025).
+Two checks: the components of an edge sum to r_t . w_ij with the model's own value vector, and the
+whole row - all heads, keys and components, and b_O - to what the block adds to the stream (Elhage
+et al. 2021, "A Mathematical Framework for Transformer Circuits"; head loadings: Kamath et al.
+2025).
 """
 
 from typing import NamedTuple
@@ -30,7 +31,8 @@ class OutputSide(NamedTuple):
     """Rows of the output features that are considered somewhere (all of them with `every`)."""
     inverse: Int[Tensor, "active"]
     every: bool
-    """`--outputs all`: every feature of the output at every position; slots are then feature ids."""
+    """`--outputs all`: every feature of the output at every position; slots are then feature
+    ids."""
 
 
 class OvEdges(NamedTuple):
@@ -56,7 +58,8 @@ def output_side(reads: Reads, *, every: bool) -> OutputSide:
 def in_head_space(
     output: OutputSide, W_O: Float[Tensor, "d_head d_model"]
 ) -> Float[Tensor, "*pos slot d_head"]:
-    """W_O r_t: [pos, slot, d_head] over the active ones, or [feature, d_head] unscaled with `every`."""
+    """W_O r_t: [pos, slot, d_head] over the active ones, or [feature, d_head] unscaled with
+    `every`."""
     rows = output.rows @ W_O.T
     if output.every:
         return rows
@@ -86,8 +89,8 @@ def ov_edges(
 ) -> OvEdges:
     """Attribute what the edges (q_pos, k_pos) of one head move.
 
-    `heads` are `in_head_space` and `row_norms` of the output. completeness = |sum_g (g -> t) - r_t . w_ij| /
-    (|r_t| |w_ij|), the worst over t, with w_ij from the model's own value vector.
+    `heads` are `in_head_space` and `row_norms` of the output. completeness = |sum_g (g -> t) - r_t
+    . w_ij| / (|r_t| |w_ij|), the worst over t, with w_ij from the model's own value vector.
     """
     read_rows, norms = heads
     if output.every:
@@ -112,9 +115,14 @@ def ov_edges(
     kinds = value.kinds[k_pos].to(R.dtype)
     o_totals = einsum(weight[:, 0], kept, kinds, "edge, edge o d, edge kind d -> edge o kind")
     return OvEdges(
-        pairs, worst.amax(1) if worst.shape[1] else worst.new_zeros(len(q_pos)), v_norms, v_top, o_reads, o_top,
+        pairs,
+        worst.amax(1) if worst.shape[1] else worst.new_zeros(len(q_pos)),
+        v_norms,
+        v_top,
+        o_reads,
+        o_top,
         o_totals.masked_fill((o_top < 0)[..., None], 0),
-    )  # fmt: skip
+    )
 
 
 def _written(
@@ -128,7 +136,8 @@ def _written(
 def block_completeness(
     rebuilt: Float[Tensor, "pos d_model"], block: Float[Tensor, "pos d_model"], output: OutputSide
 ) -> Float[Tensor, "pos"]:
-    """|r_t . rebuilt - r_t . block| / (|r_t| |block|) of every position, the worst over its output features."""
+    """|r_t . rebuilt - r_t . block| / (|r_t| |block|) of every position, the worst over its output
+    features."""
     gap, size = rebuilt - block, block.norm(dim=-1)
     norms = output.rows.norm(dim=-1)
     if output.every:

@@ -2,8 +2,8 @@
 
     s_ij = sum over components c at i, d at j of   scale * Q_i[c] . K_j[d]
 
-Pairs come from the table; totals and marginals come from vector sums, so they are exact whatever k is.
-Kamath et al. 2025, "Tracing Attention Computation Through Feature Interactions".
+Pairs come from the table; totals and marginals come from vector sums, so they are exact whatever k
+is. Kamath et al. 2025, "Tracing Attention Computation Through Feature Interactions".
 """
 
 from typing import NamedTuple
@@ -44,8 +44,8 @@ def qk_edges(
 ) -> QkEdges:
     """Attribute the edges (q_pos, k_pos) of one head.
 
-    `own` holds the model's own rotated queries and keys: the score is their product, never the components'.
-    completeness = |sum(totals) - score| / (scale |Q| |K|).
+    `own` holds the model's own rotated queries and keys: the score is their product, never the
+    components'. completeness = |sum(totals) - score| / (scale |Q| |K|).
     """
     exact = query.kinds.dtype
     Q, K = own[0][q_pos].to(exact), own[1][k_pos].to(exact)
@@ -68,8 +68,13 @@ def qk_edges(
         score,
         relative((totals.sum((1, 2)) - score).abs(), size),
         relative(totals[:, 0, 0], size),
-        totals, pairs, q_marginals, q_top, k_marginals, k_top,
-    )  # fmt: skip
+        totals,
+        pairs,
+        q_marginals,
+        q_top,
+        k_marginals,
+        k_top,
+    )
 
 
 def share_sums(
@@ -79,9 +84,11 @@ def share_sums(
     scale: float,
     allowed: Tensor,
 ) -> Float[Tensor, "4"]:
-    """sum s^2, sum (s - T_ff)^2 over all allowed edges, then both with each row's mean removed, in float64.
+    """sum s^2, sum (s - T_ff)^2 over all allowed edges, then both with each row's mean removed, in
+    float64.
 
-    A head's feature share is 1 - second / first, and 1 - fourth / third (the part that softmax sees).
+    A head's feature share is 1 - second / first, and 1 - fourth / third (the part that softmax
+    sees).
     """
     exact = query.kinds.dtype
     score = scale * own[0].to(exact) @ own[1].to(exact).T

@@ -1,7 +1,8 @@
-"""The definition of an edge's tables, one component after the other: slow, readable, and what tests compare with.
+"""The definition of an edge's tables, one component after the other: slow, readable, and what tests
+compare with.
 
-Nothing is folded or projected ahead: each component goes through the norm, the weights and the rotation alone,
-in float64.
+Nothing is folded or projected ahead: each component goes through the norm, the weights and the
+rotation alone, in float64.
 """
 
 from typing import NamedTuple
@@ -80,7 +81,8 @@ def output_reads(reads: Reads, pos: int) -> dict[int, Float[Tensor, "d_model"]]:
 def _through(
     weights: HeadWeights, side: Side, head: int, kept: LayerCapture, pos: int, part: Component
 ) -> Float[Tensor, "d_head"]:
-    """One component through the frozen norm, the projection, its constants (with the bias) and rotary."""
+    """One component through the frozen norm, the projection, its constants (with the bias) and
+    rotary."""
     norm = weights.norm
     W = {"query": weights.W_Q, "key": weights.W_K, "value": weights.W_V}[side][head].double()
     b = {"query": weights.b_Q, "key": weights.b_K, "value": weights.b_V}[side][head]

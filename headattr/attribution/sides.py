@@ -1,9 +1,11 @@
 """The components of one side of a head - query, key or value - projected into head space.
 
-    features[i, slot] = coef_if R_i W_Q N(d_f) / sigma_i          kinds[i] = (sum over features, bias, error, ...)
+    features[i, slot] = coef_if R_i W_Q N(d_f) / sigma_i
+    kinds[i] = (sum over features, bias, error, ...)
 
-Everything a table needs follows from these two by dot products. The bias kind holds the constants as well
-(norm bias, b_Q / b_K / b_V), so the kinds sum to the whole query, key or value vector; they are float64.
+Everything a table needs follows from these two by dot products. The bias kind holds the constants
+as well (norm bias, b_Q / b_K / b_V), so the kinds sum to the whole query, key or value vector; they
+are float64.
 """
 
 from typing import NamedTuple
@@ -40,7 +42,8 @@ class Projected(NamedTuple):
 
     @property
     def whole(self) -> Float[Tensor, "pos d_head"]:
-        """The sum over all components: the query, key or value vector itself, in the features' type."""
+        """The sum over all components: the query, key or value vector itself, in the features'
+        type."""
         return self.kinds.sum(1).to(self.features.dtype)
 
 
@@ -63,7 +66,8 @@ def prepare(
 def project(
     weights: HeadWeights, side: Side, head: int, prepared: Prepared, rotary: Rotary | None
 ) -> Projected:
-    """One side of one head (`head` is the kv head for keys and values), rotated where it has to be."""
+    """One side of one head (`head` is the kv head for keys and values), rotated where it has to
+    be."""
     W = weights.folded[side][head]
     active = prepared.components.active
     rows = (prepared.directions @ W.to(prepared.directions))[prepared.inverse] * prepared.coefs[
@@ -80,7 +84,8 @@ def project(
 def strongest(
     values: Float[Tensor, "edge slot"], counts: Int[Tensor, "edge"], n: int
 ) -> tuple[Float[Tensor, "edge n"], Int[Tensor, "edge n"]]:
-    """The n values of largest size and their slots (-1 and 0 where a row has fewer); ties by lower slot."""
+    """The n values of largest size and their slots (-1 and 0 where a row has fewer); ties by lower
+    slot."""
     slot = torch.arange(values.shape[1], device=values.device)
     outside = slot >= counts[:, None]
     order = (

@@ -2,9 +2,10 @@
 
     x_i = sum_f coef_if d_f + (named components of i)          named: bias, error, position, ...
 
-`coef` is the dictionary's own activation times any scale that depends on the position (layer_norm and the
-like), so that the equality holds in the model's own units. The sums are kept in float64, so that a dictionary
-whose parts are far larger than x_i (a poor one, or a position that swallows attention) still adds up.
+`coef` is the dictionary's own activation times any scale that depends on the position (layer_norm
+and the like), so that the equality holds in the model's own units. The sums are kept in float64, so
+that a dictionary whose parts are far larger than x_i (a poor one, or a position that swallows
+attention) still adds up.
 """
 
 from typing import NamedTuple, Protocol
@@ -57,7 +58,8 @@ class Components(NamedTuple):
     sparse_sum: Float[Tensor, "pos d_model"]
     """The sum of all features, float64."""
     named: dict[str, Float[Tensor, "pos d_model"]]
-    """float64; bias always, first: what the norm and the head's own biases add is counted with it."""
+    """float64; bias always, first: what the norm and the head's own biases add is counted with
+    it."""
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -66,14 +68,16 @@ class Components(NamedTuple):
 
 
 class Reads(NamedTuple):
-    """What output features read of the stream, at one site, for one prompt: r_t = scale * row[t]."""
+    """What output features read of the stream, at one site, for one prompt: r_t = scale *
+    row[t]."""
 
     active: ActiveFeatures
     """The output features to consider at each position; their own activations."""
     rows: Float[Tensor, "features d_model"]
     scale: Float[Tensor, "active"]
     pos_scale: Float[Tensor, "pos"] | None
-    """The scale of any feature at a position; None where it depends on the activation (decoder reads)."""
+    """The scale of any feature at a position; None where it depends on the activation (decoder
+    reads)."""
     read: str
     """encoder, decoder or unembed."""
 

@@ -9,7 +9,8 @@ from headattr.model.embedded import cache_folder, embedded_folder
 
 
 def list_dictionaries() -> list[dict[str, Any]]:
-    """[{"name", "site", "features", "activation", "d_model", "path", "problem"}], embedded ones first."""
+    """[{"name", "site", "features", "activation", "d_model", "path", "problem"}], embedded ones
+    first."""
     roots = [embedded_folder(), cache_folder()]
     folders = [
         path.parent
@@ -33,18 +34,20 @@ def _row(folder: Path) -> dict[str, Any]:
         return {**row, **empty, "problem": str(error)}
     activation = config.architecture + (f" k={config.fields['k']}" if "k" in config.fields else "")
     return {
-        **row, "site": config.hook_name, "features": config.fields["d_sae"], "activation": activation,
+        **row,
+        "site": config.hook_name,
+        "features": config.fields["d_sae"],
+        "activation": activation,
         "d_model": config.fields["d_in"],
-    }  # fmt: skip
+    }
 
 
 def render_dictionaries(rows: list[dict[str, Any]]) -> str:
     """The list as text for a terminal."""
     lines = [f"{'name':28} {'site':26} {'features':>8}  {'activation':14} path"]
-    lines += [
-        f"{row['name']:28} {row['problem']}"
-        if row["problem"]
-        else f"{row['name']:28} {row['site']!s:26} {row['features']:>8}  {row['activation']:14} {row['path']}"
-        for row in rows
-    ]
+    for row in rows:
+        about = row["problem"] or (
+            f"{row['site']!s:26} {row['features']:>8}  {row['activation']:14} {row['path']}"
+        )
+        lines.append(f"{row['name']:28} {about}")
     return "\n".join(lines)

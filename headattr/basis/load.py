@@ -1,4 +1,5 @@
-"""Dictionaries that were asked for -> bases and outputs, each loaded once, refused before any forward pass."""
+"""Dictionaries that were asked for -> bases and outputs, each loaded once, refused before any
+forward pass."""
 
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -23,7 +24,8 @@ class Sources(NamedTuple):
 
 
 def check_files(specs: list[SourceSpec]) -> None:
-    """Look at every dictionary file before a model is loaded: whole, complete, of the right site."""
+    """Look at every dictionary file before a model is loaded: whole, complete, of the right
+    site."""
     for spec in specs:
         if spec.kind == "sae" and isinstance(spec.target, Path):
             check_fit(saelens.read_config(spec.target), spec.layer, None, str(spec.target))
@@ -63,6 +65,7 @@ def _load(model: LoadedModel, spec: SourceSpec, role: Literal["basis", "output"]
     if hasattr(spec.target, "encode") and hasattr(spec.target, "W_dec"):
         return from_object(spec.target, spec.layer, **fit)
     raise UsageError(
-        f"--{role} at layer {spec.layer}: found a {type(spec.target).__name__}; expected a folder, a sae_lens.SAE, "
+        f"--{role} at layer {spec.layer}: found a {type(spec.target).__name__}; expected a "
+        "folder, a sae_lens.SAE, "
         "a PlainDictionary or 'tokens'"
     )

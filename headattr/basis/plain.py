@@ -1,4 +1,5 @@
-"""Plain directions and activations: a dictionary of any origin, with its activations computed elsewhere."""
+"""Plain directions and activations: a dictionary of any origin, with its activations computed
+elsewhere."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -42,7 +43,7 @@ class PlainBasis:
 
     def active(self, prompt: PromptCapture) -> ActiveFeatures:
         """The activations that were handed in for this prompt."""
-        return active_of(self._activations(prompt.resid[self.layer], prompt.index))
+        return active_of(self._activations(prompt.resid[self.layer], prompt.place))
 
     def components(self, prompt: PromptCapture, active: ActiveFeatures) -> Components:
         """Features, bias and error of resid_pre; they sum to it."""
@@ -63,7 +64,8 @@ class PlainBasis:
         given = self.activations[index].to(x)
         if given.shape != (len(x), len(self.directions)):
             raise DictionaryError(
-                f"{self.about.name}: activations of prompt {index} are {tuple(given.shape)}; expected "
+                f"{self.about.name}: activations of prompt {index} are {tuple(given.shape)}; "
+                "expected "
                 f"{(len(x), len(self.directions))} (positions, features)"
             )
         if not given.isfinite().all():
@@ -90,7 +92,15 @@ def plain_basis(
     named = {"directions": plain.directions, "bias": bias}
     named |= {f"activations.{i:06d}": a for i, a in enumerate(plain.activations)}
     about = SourceInfo(
-        "plain", layer, f"plain directions at layer {layer}", None, len(directions), "given",
-        hash_tensors(named.items()), (), None, None,
-    )  # fmt: skip
+        "plain",
+        layer,
+        f"plain directions at layer {layer}",
+        None,
+        len(directions),
+        "given",
+        hash_tensors(named.items()),
+        (),
+        None,
+        None,
+    )
     return PlainBasis(layer, directions, bias, plain.activations, about)

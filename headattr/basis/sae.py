@@ -1,7 +1,9 @@
-"""A residual SAE: x_i = scale_i (a_i W_dec + b_dec) + mean_i + e_i, with the dictionary's own activations.
+"""A residual SAE: x_i = scale_i (a_i W_dec + b_dec) + mean_i + e_i, with the dictionary's own
+activations.
 
-scale_i and mean_i undo what the dictionary does to its input: a fixed factor (expected_average_only_in), the
-norm of x_i (constant_norm_rescale), its mean and deviation (layer_norm), its mean (a centred stream).
+scale_i and mean_i undo what the dictionary does to its input: a fixed factor
+(expected_average_only_in), the norm of x_i (constant_norm_rescale), its mean and deviation
+(layer_norm), its mean (a centred stream).
 """
 
 import copy
@@ -31,7 +33,8 @@ _LAYER_NORM_EPS = 1e-5  # what sae_lens adds to the deviation of its input
 
 
 class _Frame(NamedTuple):
-    """How the dictionary sees each position: u = read_scale (x - mean), x ~ scale * output + mean."""
+    """How the dictionary sees each position: u = read_scale (x - mean), x ~ scale * output +
+    mean."""
 
     scale: Float[Tensor, "pos"]
     read_scale: Float[Tensor, "pos"]
@@ -109,7 +112,8 @@ class SaeBasis:
         architecture = self.config.architecture
         if architecture == "matching_pursuit":
             raise DictionaryError(
-                f"{self.about.name}: a matching_pursuit dictionary has no linear encoder to read with; "
+                f"{self.about.name}: a matching_pursuit dictionary has no linear encoder to "
+                "read with; "
                 "use --read decoder"
             )
         W_enc = self.sae.W_enc.detach()
@@ -123,7 +127,8 @@ class SaeBasis:
 def load_sae(
     folder: Path, layer: int, *, d_model: int, dtype: torch.dtype, device: torch.device
 ) -> SaeBasis:
-    """An SAE from a SAELens folder; refused if its site is not `layer` or its width not `d_model`."""
+    """An SAE from a SAELens folder; refused if its site is not `layer` or its width not
+    `d_model`."""
     config = saelens.read_config(folder)
     check_fit(config, layer, d_model, str(folder))
     sae, digest = saelens.load_weights(folder, config, dtype, device)
@@ -158,7 +163,8 @@ def check_fit(config: saelens.SaeConfig, layer: int, d_model: int | None, where:
         check_site(config.hook_name, layer, where)
     if d_model is not None and config.fields["d_in"] != d_model:
         raise DictionaryError(
-            f"{where} decomposes vectors of width {config.fields['d_in']}; the model's residual stream has "
+            f"{where} decomposes vectors of width {config.fields['d_in']}; the model's "
+            "residual stream has "
             f"{d_model}: it belongs to another model"
         )
 

@@ -23,7 +23,8 @@ def resid_pre_layer(hook_name: str) -> int:
         return int(next(group for group in match.groups() if group)) + 1
     raise DictionaryError(
         f"the dictionary's site is {hook_name!r}; expected the residual stream between blocks: "
-        "blocks.N.hook_resid_pre, blocks.N.hook_resid_post, layers.N (a block's output) or hidden_states[N]"
+        "blocks.N.hook_resid_pre, blocks.N.hook_resid_post, layers.N (a block's output) or "
+        "hidden_states[N]"
     )
 
 
@@ -32,6 +33,7 @@ def check_site(hook_name: str, layer: int, where: str) -> None:
     found = resid_pre_layer(hook_name)
     if found != layer:
         raise DictionaryError(
-            f"{where} was trained on {hook_name!r}, which is resid_pre of layer {found}; it was given for "
+            f"{where} was trained on {hook_name!r}, which is resid_pre of layer {found}; it "
+            "was given for "
             f"layer {layer}: use {found}={where}"
         )

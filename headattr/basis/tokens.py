@@ -1,4 +1,5 @@
-"""resid_pre 0 as tokens: each token's embedding is a feature of activation 1, its position a component."""
+"""resid_pre 0 as tokens: each token's embedding is a feature of activation 1, its position a
+component."""
 
 from dataclasses import dataclass
 
@@ -43,7 +44,8 @@ class TokenBasis:
         gap = float((embedded + sum(named.values()) - x).norm(dim=-1).max() / x.norm(dim=-1).max())
         if not gap <= 1e-6:
             raise DictionaryError(
-                f"resid_pre 0 is not the sum of token and position embeddings (relative gap {gap:.1e}); "
+                "resid_pre 0 is not the sum of token and position embeddings (relative gap "
+                f"{gap:.1e}); "
                 "expected equality: use an SAE at layer 0"
             )
         return Components("token", active, active.acts, embedded, named)

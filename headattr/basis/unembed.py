@@ -33,7 +33,8 @@ class UnembedOutput:
         return self.unembedding.norm.fold(self.unembedding.W_U.T).T.contiguous()
 
     def active(self, prompt: PromptCapture) -> ActiveFeatures:
-        """The tokens that the model predicts most and the one that follows; activation is the logit."""
+        """The tokens that the model predicts most and the one that follows; activation is the
+        logit."""
         x = prompt.resid[self.layer]
         norm, W_U, b_U = self.unembedding
         logits = x @ self.rows.T / norm.sigma(x)[:, None] + norm.constant(W_U.T)

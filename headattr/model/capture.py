@@ -1,8 +1,8 @@
 """One forward pass of the model itself -> what every attribution starts from.
 
-The model runs unchanged, with its own eager attention; a tap in the attention interface keeps its query, key
-and value vectors (after biases and rotary), its scale and some rows of its pattern, and hooks keep the
-residual stream. Nothing here knows a family.
+The model runs unchanged, with its own eager attention; a tap in the attention interface keeps its
+query, key and value vectors (after biases and rotary), its scale and some rows of its pattern, and
+hooks keep the residual stream. Nothing here knows a family.
 """
 
 import sys
@@ -43,12 +43,13 @@ class LayerCapture(NamedTuple):
 class PromptCapture(NamedTuple):
     """One prompt."""
 
-    index: int
-    """Its place among the prompts of the run."""
+    place: int
+    """Its index among the prompts of the run."""
     tokens: Int[Tensor, "pos"]
     layers: dict[int, LayerCapture]
     resid: dict[int, Float[Tensor, "pos d_model"]]
-    """The residual stream at the asked sites: key L is resid_pre of layer L, n_layers the last output."""
+    """The residual stream at the asked sites: key L is resid_pre of layer L, n_layers the last
+    output."""
 
 
 @dataclass
@@ -64,7 +65,8 @@ _TAP: ContextVar[_Tap] = ContextVar("headattr_tap")
 def pad(
     prompts: Sequence[Sequence[int]], side: str = "right"
 ) -> tuple[Int[Tensor, "batch pos"], Bool[Tensor, "batch pos"]]:
-    """Token ids and mask of prompts of unequal length; padding repeats each prompt's first token."""
+    """Token ids and mask of prompts of unequal length; padding repeats each prompt's first
+    token."""
     length = max(map(len, prompts))
     ids = torch.empty(len(prompts), length, dtype=torch.long)
     mask = torch.zeros(len(prompts), length, dtype=torch.bool)
@@ -89,9 +91,11 @@ def capture(
 ) -> list[PromptCapture | PromptError]:
     """Run the model on a padded batch; one result a prompt, in order, without padding.
 
-    `indices` are the places of the prompts in the run, by default 0, 1, ... `layers`: whose attention is kept. `sites`: whose residual stream is kept (n_layers: the last output).
-    `rows`: how many rows of the pattern to keep, the last among them; None keeps all. A prompt with a
-    non-finite value comes back as a PromptError. The batch may be padded on either side, not inside.
+    `indices` are the places of the prompts in the run, by default 0, 1, ... `layers`: whose
+    attention is kept. `sites`: whose residual stream is kept (n_layers: the last output). `rows`:
+    how many rows of the pattern to keep, the last among them; None keeps all. A prompt with a
+    non-finite value comes back as a PromptError. The batch may be padded on either side, not
+    inside.
     """
     spans = [_span(row, index) for index, row in enumerate(mask)]
     indices = range(len(spans)) if indices is None else indices
@@ -100,10 +104,15 @@ def capture(
             result
             for place, row, span in zip(indices, ids, spans, strict=True)
             for result in capture(
-                model, row[None, span], torch.ones_like(row[None, span], dtype=torch.bool),
-                layers=layers, sites=sites, rows=rows, indices=[place],
+                model,
+                row[None, span],
+                torch.ones_like(row[None, span], dtype=torch.bool),
+                layers=layers,
+                sites=sites,
+                rows=rows,
+                indices=[place],
             )
-        ]  # fmt: skip
+        ]
     kept = _rows_of(spans, ids.shape[1], rows)
     tap, resid = _forward(model, ids, mask, frozenset(layers), frozenset(sites), kept)
     results: list[PromptCapture | PromptError] = []
@@ -128,7 +137,8 @@ def _span(row: Bool[Tensor, "pos"], index: int) -> slice:
     kept = row.nonzero().flatten()
     if len(kept) == 0 or int(kept[-1] - kept[0]) + 1 != len(kept):
         raise HeadattrError(
-            f"attention mask of prompt {index} has holes or no token; expected padding on one side only"
+            f"attention mask of prompt {index} has holes or no token; expected padding on one "
+            "side only"
         )
     return slice(int(kept[0]), int(kept[-1]) + 1)
 
@@ -270,9 +280,16 @@ def _layer_of(
     first = torch.searchsorted(rows[index] - span.start, kept)
     Q, K, V = (found[name][index, :, span].transpose(0, 1) for name in "QKV")
     return LayerCapture(
-        resid[index, span], Q, K, V, found["scale"], rotary, kept.to(resid.device),
-        found["pattern"][index][:, first.to(resid.device), span], found["block"][index, span],
-    )  # fmt: skip
+        resid[index, span],
+        Q,
+        K,
+        V,
+        found["scale"],
+        rotary,
+        kept.to(resid.device),
+        found["pattern"][index][:, first.to(resid.device), span],
+        found["block"][index, span],
+    )
 
 
 def _non_finite(result: PromptCapture) -> PromptError | None:
@@ -304,7 +321,8 @@ def _reset_rotary(model: LoadedModel) -> None:
 
 
 class _KeepFloat64(TorchFunctionMode):
-    """Hugging Face computes norms, softmax and rotary angles in float32 even in a float64 model; not here."""
+    """Hugging Face computes norms, softmax and rotary angles in float32 even in a float64 model;
+    not here."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})

@@ -16,5 +16,6 @@ def embedded_folder() -> Path:
 
 
 def cache_folder() -> Path:
-    """Where converted models and trained dictionaries are kept: $HEADATTR_CACHE or ~/.cache/headattr."""
+    """Where converted models and trained dictionaries are kept: $HEADATTR_CACHE or
+    ~/.cache/headattr."""
     return Path(os.environ.get("HEADATTR_CACHE", "~/.cache/headattr")).expanduser()

@@ -1,6 +1,8 @@
-"""A family of models and how it is found: every module of this package that has a FAMILY, or an entry point.
+"""A family of models and how it is found: every module of this package that has a FAMILY, or an
+entry point.
 
-A third party adds a family with an entry point in the group `headattr.families` that names a `Family`.
+A third party adds a family with an entry point in the group `headattr.families` that names a
+`Family`.
 """
 
 import importlib
@@ -51,7 +53,7 @@ class Family:
     trunk: Callable[[Any], nn.Module]
     """The model without its LM head."""
     layers: Callable[[Any], Sequence[nn.Module]]
-    attention: Callable[[nn.Module], nn.Module]
+    attention: Callable[[Any], nn.Module]
     """The attention module of a layer; its first output is what is added to the stream."""
     head_weights: Callable[[Any, int], HeadWeights]
     embedding: Callable[[Any], Embedding]
@@ -84,6 +86,7 @@ def family_of(model: Any) -> Family:
             return family
     known = ", ".join(f"{f.model_class} ({f.model_type})" for f in families())
     raise UnsupportedModelError(
-        f"found a {found} (model_type {model_type!r}), which has no proven adapter; expected one of: "
+        f"found a {found} (model_type {model_type!r}), which has no proven adapter; expected "
+        "one of: "
         f"{known}; see `headattr models`"
     )

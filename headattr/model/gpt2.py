@@ -32,9 +32,18 @@ def _head_weights(model: Any, layer: int) -> HeadWeights:
         attention.c_proj.weight.detach(), "(head d) d_model -> head d d_model", head=heads
     )
     return HeadWeights(
-        layer, _norm(block.ln_1), W_Q, W_K, W_V, W_O, b_Q, b_K, b_V,
-        attention.c_proj.bias.detach(), float(attention.scaling),
-    )  # fmt: skip
+        layer,
+        _norm(block.ln_1),
+        W_Q,
+        W_K,
+        W_V,
+        W_O,
+        b_Q,
+        b_K,
+        b_V,
+        attention.c_proj.bias.detach(),
+        float(attention.scaling),
+    )
 
 
 def _embedding(model: Any) -> Embedding:

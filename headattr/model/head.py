@@ -3,9 +3,9 @@
     sigma_i = sqrt(var(x_i) + eps)   or   sqrt(mean(x_i^2) + eps)
     Qlin_i(v) = R_i W_Q (gamma * (v - mean v)) / sigma_i          Q_i = Qlin_i(x_i) + Qconst_i
 
-and likewise for keys (rotated) and values (not rotated). The norm's gain and centring are folded into the
-weights once, so that a map is one matrix product and one division. Source: Elhage et al. 2021; Kamath et al.
-2025, "Tracing Attention Computation Through Feature Interactions".
+and likewise for keys (rotated) and values (not rotated). The norm's gain and centring are folded
+into the weights once, so that a map is one matrix product and one division. Source: Elhage et al.
+2021; Kamath et al. 2025, "Tracing Attention Computation Through Feature Interactions".
 """
 
 from dataclasses import dataclass
@@ -52,8 +52,8 @@ class Norm:
 class Rotary(NamedTuple):
     """Rotary embedding of each position of a prompt, as the model itself computed it.
 
-    The first `cos.shape[-1]` dimensions of a head are rotated, dimension d paired with d + rot / 2; the rest
-    pass. Any magnitude factor (YaRN, longrope) is already in cos and sin.
+    The first `cos.shape[-1]` dimensions of a head are rotated, dimension d paired with d + rot / 2;
+    the rest pass. Any magnitude factor (YaRN, longrope) is already in cos and sin.
     """
 
     cos: Float[Tensor, "pos rot"]
@@ -102,7 +102,8 @@ class HeadWeights:
 
     @cached_property
     def folded(self) -> dict[Side, Float[Tensor, "heads d_model d_head"]]:
-        """W_Q, W_K, W_V with the norm's gain and centring folded in, float64 (where the device has it)."""
+        """W_Q, W_K, W_V with the norm's gain and centring folded in, float64 (where the device has
+        it)."""
         exact = torch.float32 if self.W_Q.device.type == "mps" else torch.float64
         return {
             "query": self.norm.fold(self.W_Q.to(exact)),
@@ -112,7 +113,8 @@ class HeadWeights:
 
     @cached_property
     def constants(self) -> dict[Side, Float[Tensor, "heads d_head"]]:
-        """Qconst, Kconst and the value's constant, before rotary: the norm's bias and b_Q, b_K, b_V."""
+        """Qconst, Kconst and the value's constant, before rotary: the norm's bias and b_Q, b_K,
+        b_V."""
         constant = self.norm.constant
         return {
             "query": constant(self.W_Q) + self.b_Q,
@@ -126,7 +128,8 @@ class HeadWeights:
         resid_pre: Float[Tensor, "pos d_model"],
         rotary: Rotary | None,
     ) -> Float[Tensor, "pos heads d_head"]:
-        """Q_i, K_j (rotated) or v_j of every position and head, rebuilt from the residual stream."""
+        """Q_i, K_j (rotated) or v_j of every position and head, rebuilt from the residual
+        stream."""
         sigma = self.norm.sigma(resid_pre)
         linear = einsum(
             resid_pre,

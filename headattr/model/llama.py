@@ -1,4 +1,5 @@
-"""Llama: RMSNorm, grouped-query attention, half-split rotary (default, linear, dynamic, YaRN, longrope, llama3)."""
+"""Llama: RMSNorm, grouped-query attention, half-split rotary (default, linear, dynamic, YaRN,
+longrope, llama3)."""
 
 from typing import Any
 

@@ -1,4 +1,5 @@
-"""A model, ready to be explained: from a folder, a hub id, a GGUF file, a name, or an object in memory.
+"""A model, ready to be explained: from a folder, a hub id, a GGUF file, a name, or an object in
+memory.
 
 Weights run in float32 or float64, whatever they are stored as; what was converted is in `notes`.
 """
@@ -89,8 +90,9 @@ def load_model(
 ) -> LoadedModel:
     """Load `model`, a Hugging Face object, folder, hub id, `.gguf` file, `demo` or `smollm2`.
 
-    An object in another dtype is copied, never changed. Raises UnsupportedModelError for a family that has
-    no proven adapter or for weights that are packed, HeadattrError for files that are missing or broken.
+    An object in another dtype is copied, never changed. Raises UnsupportedModelError for a family
+    that has no proven adapter or for weights that are packed, HeadattrError for files that are
+    missing or broken.
     """
     if isinstance(model, nn.Module):
         hf, notes = _converted(model, DTYPES[dtype])
@@ -163,17 +165,23 @@ def _from_files(name: str, tokenizer: Any | None, dtype: torch.dtype) -> tuple[A
             )
     try:
         hf = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, attn_implementation="eager", use_safetensors=None if gguf else True,
-            **options, **quantization,
-        )  # fmt: skip
+            folder,
+            dtype=dtype,
+            attn_implementation="eager",
+            use_safetensors=None if gguf else True,
+            **options,
+            **quantization,
+        )
         tokenizer = tokenizer or AutoTokenizer.from_pretrained(folder, **options)
     except (OSError, ValueError, ImportError) as error:
         first = str(error).strip().splitlines()[0]
         raise HeadattrError(
-            f"cannot load the model {name!r}: {first}; expected a folder with config.json and .safetensors "
+            f"cannot load the model {name!r}: {first}; expected a folder with config.json and "
+            ".safetensors "
             "weights, a .gguf file, a hub id, or one of: demo, smollm2"
         ) from error
-    return hf.to(dtype), tokenizer, notes
+    moved: Any = hf
+    return moved.to(dtype), tokenizer, notes
 
 
 def _locate(name: str) -> tuple[str, str | None]:
@@ -237,5 +245,6 @@ def _refuse_packed(hf: nn.Module) -> None:
     for name, parameter in hf.named_parameters():
         if not parameter.dtype.is_floating_point:
             raise UnsupportedModelError(
-                f"{name} is packed as {parameter.dtype}; expected plain floating-point weights: dequantise first"
+                f"{name} is packed as {parameter.dtype}; expected plain floating-point "
+                "weights: dequantise first"
             )

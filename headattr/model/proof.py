@@ -1,6 +1,7 @@
 """Does the adapter rebuild what the model computed? At load, and on some rows of every prompt.
 
-Errors: scores relative to scale |Q_i| |K_j|, pattern absolute, block outputs relative to the row's norm.
+Errors: scores relative to scale |Q_i| |K_j|, pattern absolute, block outputs relative to the row's
+norm.
 """
 
 from collections.abc import Sequence
@@ -34,8 +35,8 @@ class Errors(NamedTuple):
 def prove(model: LoadedModel, layers: Sequence[int] | None = None) -> Errors:
     """Rebuild scores, pattern and block outputs of two random prompts of unequal length.
 
-    `layers`: which; None is all. Raises ProofError, naming the layer and the error, above 1e-5 (float32) or
-    1e-9 (float64).
+    `layers`: which; None is all. Raises ProofError, naming the layer and the error, above 1e-5
+    (float32) or 1e-9 (float64).
     """
     layers = range(len(model.layers)) if layers is None else layers
     generator = torch.Generator().manual_seed(0)
@@ -98,6 +99,8 @@ def _ratio(error: torch.Tensor, size: torch.Tensor) -> torch.Tensor:
 def _refusal(model: LoadedModel, layer: int, errors: Errors) -> str:
     named = ", ".join(f"{name} {error:.1e}" for name, error in errors._asdict().items())
     return (
-        f"{model.name}: layer {layer} is not what the {model.family.name} adapter rebuilds ({named}; expected "
-        f"at most {TOLERANCE[model.dtype]:.0e}): this model is changed from the family and is refused"
+        f"{model.name}: layer {layer} is not what the {model.family.name} adapter rebuilds "
+        f"({named}; expected "
+        f"at most {TOLERANCE[model.dtype]:.0e}): this model is changed from the family and is "
+        "refused"
     )

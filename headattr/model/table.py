@@ -1,4 +1,5 @@
-"""The table of `headattr models`: families, what is special, and the error that the identity tests measured."""
+"""The table of `headattr models`: families, what is special, and the error that the identity tests
+measured."""
 
 import json
 from importlib.resources import files
@@ -8,7 +9,8 @@ from headattr.model.family import families
 
 
 def model_table() -> list[dict[str, Any]]:
-    """[{"family", "special", "proven_error", "since"}]; proven_error is the worst float32 error of any identity."""
+    """[{"family", "special", "proven_error", "since"}]; proven_error is the worst float32 error of
+    any identity."""
     proven = proven_errors()
     return [
         {

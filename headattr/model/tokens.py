@@ -1,4 +1,5 @@
-"""Prompts -> token ids, and token ids -> what a person reads. Positions are keyed by index, never by text."""
+"""Prompts -> token ids, and token ids -> what a person reads. Positions are keyed by index, never
+by text."""
 
 import json
 import re
@@ -45,7 +46,8 @@ def decide_bos(tokenizer: Any | None, asked: str, declared: dict[str, bool]) -> 
     trained = next(iter(declared.values()), None)
     if asked != "auto" and trained is not None and trained != (asked == "yes"):
         raise HeadattrError(
-            f"--bos {asked}, but the dictionaries were trained {'with' if trained else 'without'} BOS "
+            f"--bos {asked}, but the dictionaries were trained "
+            f"{'with' if trained else 'without'} BOS "
             f"({', '.join(declared)}); use --bos auto"
         )
     bos_id = None if tokenizer is None else tokenizer.bos_token_id

@@ -7,7 +7,8 @@ from headattr.errors import HeadattrError
 
 
 def check_safetensors(path: Path) -> dict[str, list[int]]:
-    """The shape of every tensor in `path`; raises HeadattrError with both sizes if it is not whole."""
+    """The shape of every tensor in `path`; raises HeadattrError with both sizes if it is not
+    whole."""
     actual = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -25,7 +26,8 @@ def check_safetensors(path: Path) -> dict[str, list[int]]:
             ) from error
     if actual != required:
         raise HeadattrError(
-            f"{path} is {actual} bytes, its header requires {required}: it is truncated or was appended to; "
+            f"{path} is {actual} bytes, its header requires {required}: it is truncated or was "
+            "appended to; "
             "copy it again"
         )
     return {name: entry["shape"] for name, entry in tensors.items()}

@@ -1,4 +1,5 @@
-"""Is a store whole and does it add up? Hashes, structure, ranges, and the errors that every edge carries."""
+"""Is a store whole and does it add up? Hashes, structure, ranges, and the errors that every edge
+carries."""
 
 import json
 from typing import Any, NamedTuple
@@ -26,7 +27,8 @@ class _Found(NamedTuple):
 def check(store: Store) -> dict[str, Any]:
     """{"ok", "shards", "edges", "completeness", "ov", "pattern_error", "set_aside", "problems"}.
 
-    Errors are worst and median over all edges; null where there are none. Every problem names its file.
+    Errors are worst and median over all edges; null where there are none. Every problem names its
+    file.
     """
     found = _Found([], [], [], [], list(store.problems))
     if store.manifest["hash"] != canonical_hash(store.manifest["identity"]):
@@ -73,7 +75,7 @@ def _check_layer(shard: Shard, plan: dict[str, Any], name: str, found: _Found) -
     if not shard.ids:
         return 0
     base = f"layer/{plan['layer']}"
-    layer = shard.file[base]
+    layer: Any = shard.file[base]
     keys, group_ptr = layer["key"][:], layer["group_ptr"][:]
     counts = np.diff(group_ptr)
     heads, lengths = len(plan["heads"]), np.diff(shard.ptr)
@@ -169,11 +171,13 @@ def render_check(answer: dict[str, Any]) -> str:
 
     ov = answer["ov"]
     lines = [
-        f"{'ok' if answer['ok'] else 'NOT OK'}: {answer['shards']} shards, {answer['edges']:,} edges, "
+        f"{'ok' if answer['ok'] else 'NOT OK'}: {answer['shards']} shards, {answer['edges']:,} "
+        "edges, "
         f"{answer['set_aside']} prompts set aside",
         f"  QK completeness: worst {shown(answer['completeness']['worst'])}, "
         f"median {shown(answer['completeness']['median'])}",
-        f"  OV completeness: worst {shown(ov['completeness']['worst'])}, median {shown(ov['completeness']['median'])}; "
+        f"  OV completeness: worst {shown(ov['completeness']['worst'])}, median "
+        f"{shown(ov['completeness']['median'])}; "
         f"whole block: worst {shown(ov['block_completeness']['worst'])}",
         f"  pattern against the model: worst {shown(answer['pattern_error']['worst'])}",
     ]

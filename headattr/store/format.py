@@ -18,7 +18,8 @@ MANIFEST = "manifest.json"
 SHARDS, LABELS = "shards", "labels"
 PAIR_CHUNK, SCALAR_CHUNK = 256, 4096
 MANTISSA_BITS = 10
-"""Pair values keep this many bits of mantissa: relative error at most 2**-11. Nothing else is rounded."""
+"""Pair values keep this many bits of mantissa: relative error at most 2**-11. Nothing else is
+rounded."""
 
 
 def shard_name(index: int) -> str:
@@ -27,7 +28,8 @@ def shard_name(index: int) -> str:
 
 
 def slot_type(longest: int) -> np.dtype[Any]:
-    """The smallest type of a slot when lists have up to `longest` entries; its largest value means none."""
+    """The smallest type of a slot when lists have up to `longest` entries; its largest value means
+    none."""
     return next(np.dtype(t) for t in (np.uint8, np.uint16, np.uint32) if longest < np.iinfo(t).max)
 
 
@@ -83,7 +85,8 @@ def file_hash(path: Path) -> str:
 
 @contextlib.contextmanager
 def published(path: Path) -> Iterator[Path]:
-    """A temporary path beside `path` that takes its name only when the block ends well and the data is on disk."""
+    """A temporary path beside `path` that takes its name only when the block ends well and the data
+    is on disk."""
     temporary = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.tmp")
     try:
         yield temporary

@@ -1,7 +1,9 @@
-"""The manifest: what a run is, written once before any result, and compared before anything is added.
+"""The manifest: what a run is, written once before any result, and compared before anything is
+added.
 
-Two runs are the same when their identities are: the fields that change results, and the hashes of the model,
-the dictionaries, the texts and the listed edges. Paths, device and batch size are not part of it.
+Two runs are the same when their identities are: the fields that change results, and the hashes of
+the model, the dictionaries, the texts and the listed edges. Paths, device and batch size are not
+part of it.
 """
 
 import os
@@ -22,7 +24,7 @@ from headattr.store.format import (
     published,
     write_json,
 )
-from headattr.store.reader import read_manifest
+from headattr.store.published import read_manifest
 from headattr.store.writer import LayerPlan
 
 
@@ -39,7 +41,8 @@ def build_manifest(
     layers_without_basis: Sequence[int],
     listed_hash: str | None,
 ) -> dict[str, Any]:
-    """The manifest of a run; `prompts` are the ids that will run, `model` and `sources` carry their hashes."""
+    """The manifest of a run; `prompts` are the ids that will run, `model` and `sources` carry their
+    hashes."""
     chosen = config.identity()
     if listed_hash is not None:
         chosen["edges"] = f"file:{listed_hash}"
@@ -109,7 +112,8 @@ def _compare(folder: Path, found: dict[str, Any], wanted: dict[str, Any]) -> Non
     ]
     changed += [key for key in other if key != "config" and one.get(key) != other[key]]
     raise StoreError(
-        f"{folder} holds another run: its hash is {found['hash'][:16]}, this one's is {wanted['hash'][:16]} "
+        f"{folder} holds another run: its hash is {found['hash'][:16]}, this one's is "
+        f"{wanted['hash'][:16]} "
         f"(different: {'; '.join(changed)}); give another --out folder"
     )
 

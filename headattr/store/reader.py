@@ -1,14 +1,14 @@
 """Open a store and read rows of it; no torch, no locks, safe beside a running job.
 
-Only shards whose sidecar is there and whose size agrees are served; what is wrong with the others is in
-`Store.problems`, naming the file.
+Only shards whose sidecar is there and whose size agrees are served; what is wrong with the others
+is in `Store.problems`, naming the file.
 """
 
 import json
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import h5py
 import hdf5plugin  # noqa: F401  registers the zstd filter
@@ -19,65 +19,15 @@ from headattr.edges import Edge, HeadId, position_problem
 from headattr.errors import StoreError, UsageError
 from headattr.store.format import (
     LABELS,
-    MANIFEST,
     SHARD_FORMAT,
     SHARDS,
-    STORE_FORMAT,
-    VERSION,
     decode_slots,
     make_keys,
     shard_name,
     split_keys,
 )
-
-
-class Active(NamedTuple):
-    """The active features of one position."""
-
-    features: NDArray[np.uint32]
-    acts: NDArray[np.float32]
-
-
-class OvRow(NamedTuple):
-    """The OV columns of one edge."""
-
-    values: NDArray[np.float32]
-    v_slots: NDArray[np.int64]
-    o_slots: NDArray[np.int64]
-    completeness: float
-    block_completeness: float
-    v_top: NDArray[np.int64]
-    v_norms: NDArray[np.float32]
-    o_top: NDArray[np.int64]
-    o_reads: NDArray[np.float32]
-    o_totals: NDArray[np.float32]
-
-
-class EdgeRow(NamedTuple):
-    """All that is kept of one edge, in slots of its positions' active lists."""
-
-    edge: Edge
-    tokens: tuple[str, str]
-    score: float
-    pattern: float
-    completeness: float
-    feature_share: float
-    flagged: bool
-    """The key swallows attention."""
-    kinds: tuple[str, ...]
-    totals: NDArray[np.floating]
-    values: NDArray[np.floating]
-    q_slots: NDArray[np.integer]
-    k_slots: NDArray[np.integer]
-    q_top: NDArray[np.integer]
-    q_marginals: NDArray[np.floating]
-    k_top: NDArray[np.integer]
-    k_marginals: NDArray[np.floating]
-    q_active: Active
-    k_active: Active
-    o_active: Active | None
-    """Output features at the query; None where slots are ids already."""
-    ov: OvRow | None
+from headattr.store.published import read_manifest, read_sidecar
+from headattr.store.rows import Active, EdgeRow, OvRow
 
 
 class Shard:
@@ -89,7 +39,7 @@ class Shard:
         self._datasets: dict[str, Any] = {}
 
     @cached_property
-    def file(self) -> h5py.File:
+    def file(self) -> Any:
         """The open HDF5 file."""
         try:
             file = h5py.File(self.path, "r", locking=False)
@@ -191,7 +141,8 @@ class Store:
         return shard.file["prompt/token"][start:stop].tolist()
 
     def edges(self, prompt: int, head: HeadId) -> dict[str, NDArray[Any]]:
-        """Columns of a head's edges in one prompt: q_pos, k_pos, score, pattern, completeness, feature_share."""
+        """Columns of a head's edges in one prompt: q_pos, k_pos, score, pattern, completeness,
+        feature_share."""
         shard, start, stop = self._group(prompt, head)
         base = f"layer/{head.layer}"
         q_pos, k_pos = split_keys(shard.dataset(f"{base}/key")[start:stop])
@@ -203,7 +154,8 @@ class Store:
     def edge(self, prompt: int, edge: Edge) -> EdgeRow:
         """Everything kept of one edge.
 
-        Raises UsageError if the edge cannot exist (masked, beyond the prompt), StoreError if it was not kept.
+        Raises UsageError if the edge cannot exist (masked, beyond the prompt), StoreError if it was
+        not kept.
         """
         shard, begin, end = self._span(prompt)
         if problem := position_problem(edge.q_pos, edge.k_pos, end - begin):
@@ -258,15 +210,22 @@ class Store:
             return shard.dataset(f"{base}/{name}")[row]
 
         return OvRow(
-            cell("value"), decode_slots(cell("v_slots")), decode_slots(cell("o_slots")),
-            float(cell("completeness")), float(shard.dataset(f"{base}/block_completeness")[q_at]),
-            decode_slots(cell("v_top")), cell("v_norms"), decode_slots(cell("o_top")), cell("o_reads"),
+            cell("value"),
+            decode_slots(cell("v_slots")),
+            decode_slots(cell("o_slots")),
+            float(cell("completeness")),
+            float(shard.dataset(f"{base}/block_completeness")[q_at]),
+            decode_slots(cell("v_top")),
+            cell("v_norms"),
+            decode_slots(cell("o_top")),
+            cell("o_reads"),
             cell("o_totals"),
-        )  # fmt: skip
+        )
 
     @cached_property
     def densities(self) -> Mapping[int, tuple[Mapping[int, int], int]]:
-        """Per source: how often each feature is active, and over how many unflagged positions of the run."""
+        """Per source: how often each feature is active, and over how many unflagged positions of
+        the run."""
         found: dict[int, tuple[dict[int, int], int]] = {}
         for source in range(len(self.manifest["sources"])):
             times: dict[int, int] = {}
@@ -348,7 +307,8 @@ class Store:
         keys = kept["k_pos"][kept["q_pos"] == edge.q_pos].tolist()
         return (
             f"edge q {edge.q_pos}, k {edge.k_pos} of {HeadId(edge.layer, edge.head)} was not kept "
-            f"(--edges {self.manifest['config']['edges']}); kept keys of this query: {keys or 'none'}"
+            f"(--edges {self.manifest['config']['edges']}); kept keys of this query: "
+            f"{keys or 'none'}"
         )
 
     def close(self) -> None:
@@ -370,54 +330,6 @@ class Store:
     def __iter__(self) -> Iterator[int]:
         """Finished prompt ids."""
         return iter(self.prompt_ids)
-
-
-def read_manifest(path: Path) -> dict[str, Any]:
-    """The manifest of the store at `path`; raises StoreError if there is none, or of a newer version."""
-    file = path / MANIFEST
-    if not file.is_file():
-        raise StoreError(f"{path} is not a headattr store: it has no {MANIFEST}")
-    try:
-        manifest = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise StoreError(
-            f"{file} is not JSON ({error}); the store cannot be read without it"
-        ) from error
-    if manifest.get("format") != STORE_FORMAT:
-        raise StoreError(f"{file} is not the manifest of a headattr store")
-    if [int(part) for part in manifest["version"].split(".")] > [
-        int(part) for part in VERSION.split(".")
-    ]:
-        raise StoreError(
-            f"{path} was written by a newer version (format {manifest['version']}); upgrade headattr"
-        )
-    return manifest
-
-
-def read_sidecar(path: Path, manifest_hash: str) -> tuple[dict[str, Any] | None, str | None]:
-    """The sidecar of a finished shard, or None; and what is wrong with it, or None if it is not there yet."""
-    sidecar = path.with_suffix(".json")
-    name = f"{SHARDS}/{path.name}"
-    if not sidecar.is_file():
-        return None, None
-    try:
-        found = json.loads(sidecar.read_text(encoding="utf-8"))
-        wanted = found["bytes"], found["manifest_hash"]
-    except (ValueError, KeyError, TypeError):
-        return None, f"{SHARDS}/{sidecar.name} is broken: run the same command again to redo {name}"
-    if not path.is_file():
-        return (
-            None,
-            f"{name} is missing though its sidecar is there: run the same command again to redo it",
-        )
-    if path.stat().st_size != wanted[0]:
-        return (
-            None,
-            f"{name} is {path.stat().st_size} bytes, expected {wanted[0]}: run the same command again to redo it",
-        )
-    if wanted[1] != manifest_hash:
-        return None, f"{name} belongs to another run: run the same command again to redo it"
-    return found, None
 
 
 def open_store(path: str | Path) -> Store:

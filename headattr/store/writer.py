@@ -78,7 +78,8 @@ def write_shard(
 ) -> None:
     """Publish `NNNNN.h5`, then `NNNNN.json` with its rows and hash.
 
-    Raises StoreError, naming the path and the cause, if the disk refuses; nothing half-written keeps a name.
+    Raises StoreError, naming the path and the cause, if the disk refuses; nothing half-written
+    keeps a name.
     """
     path = folder / f"{shard_name(index)}.h5"
     try:
@@ -94,10 +95,16 @@ def write_shard(
                 edges = sum(_write_layer(file, plan, results) for plan in plans) if results else 0
             digest, size = file_hash(temporary), temporary.stat().st_size
         sidecar = {
-            "format": SHARD_FORMAT, "version": VERSION, "shard": index, "manifest_hash": manifest_hash,
-            "sha256": digest, "bytes": size, "edges": edges, "prompts": [result.id for result in results],
+            "format": SHARD_FORMAT,
+            "version": VERSION,
+            "shard": index,
+            "manifest_hash": manifest_hash,
+            "sha256": digest,
+            "bytes": size,
+            "edges": edges,
+            "prompts": [result.id for result in results],
             "set_aside": list(set_aside),
-        }  # fmt: skip
+        }
         write_json(path.with_suffix(".json"), sidecar)
     except OSError as error:
         raise StoreError(
@@ -143,9 +150,13 @@ def _write_layer(file: h5py.File, plan: LayerPlan, results: Sequence[PromptResul
     tables = [result.layers[plan.layer] for result in results]
     group = file.create_group(f"layer/{plan.layer}")
     group.attrs.update(
-        heads=np.array(plan.heads, np.int32), kinds=json.dumps(tables[0].kinds), basis=plan.basis,
-        output=-1 if plan.output is None else plan.output, read=plan.read or "", every_output=plan.every_output,
-    )  # fmt: skip
+        heads=np.array(plan.heads, np.int32),
+        kinds=json.dumps(tables[0].kinds),
+        basis=plan.basis,
+        output=-1 if plan.output is None else plan.output,
+        read=plan.read or "",
+        every_output=plan.every_output,
+    )
     longest = max(len(result.tokens) for result in results)
     keys = np.concatenate([make_keys(t.q_pos, t.k_pos, key_type(longest)) for t in tables])
     counts = np.concatenate([np.diff(table.head_ptr) for table in tables])

@@ -1,4 +1,5 @@
-"""One attribution as a picture: where the query looks, the feature pairs behind it, and what is moved."""
+"""One attribution as a picture: where the query looks, the feature pairs behind it, and what is
+moved."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,7 +25,8 @@ def draw_edge(
 ) -> None:
     """Draw an edge answer to a PNG.
 
-    `tokens` are the display texts of the prompt, `keys` the pattern of the query over its kept keys.
+    `tokens` are the display texts of the prompt, `keys` the pattern of the query over its kept
+    keys.
     """
     import matplotlib as mpl
 
@@ -39,10 +41,12 @@ def draw_edge(
         (name_of(p["q_feature"]), name_of(p["k_feature"]), p["value"]) for p in qk["pairs"][:pairs]
     ]
     _draw_pairs(
-        figure.add_subplot(grid[1, 0]), shown,
-        f"Why it looks there: query feature × key feature\nscore {answer['score']:.2f}, features give "
+        figure.add_subplot(grid[1, 0]),
+        shown,
+        f"Why it looks there: query feature by key feature\nscore {answer['score']:.2f}, "
+        "features give "
         f"{_features_total(qk['totals']):.2f}; the table adds up to {qk['completeness']:.0e}",
-    )  # fmt: skip
+    )
     axis = figure.add_subplot(grid[1, 1])
     if answer["ov"]:
         ov = answer["ov"][0]
@@ -50,7 +54,10 @@ def draw_edge(
             (name_of(p["v_feature"]), name_of(p["o_feature"]), p["value"])
             for p in ov["pairs"][:pairs]
         ]
-        title = f"What it moves: value feature → feature of {ov['output']}\nadds up to {ov['completeness']:.0e}"
+        title = (
+            f"What it moves: value feature → feature of {ov['output']}\n"
+            f"adds up to {ov['completeness']:.0e}"
+        )
         _draw_pairs(axis, shown, title, arrow="→")
     else:
         axis.set_axis_off()
@@ -97,8 +104,10 @@ def _draw_text(
     axis.set_title(
         f"{head}: query {answer['q_token']!r} (position {answer['q_pos']}, orange) attends "
         f"{answer['pattern']:.0%} to key {answer['k_token']!r} (position {answer['k_pos']}, blue)",
-        loc="left", fontsize=13, color=_INK,
-    )  # fmt: skip
+        loc="left",
+        fontsize=13,
+        color=_INK,
+    )
 
 
 def _flow(widths: Sequence[int]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
@@ -114,7 +123,7 @@ def _flow(widths: Sequence[int]) -> tuple[NDArray[np.float64], NDArray[np.float6
 
 
 def _draw_pairs(
-    axis: Any, pairs: Sequence[tuple[str, str, float]], title: str, arrow: str = "×"
+    axis: Any, pairs: Sequence[tuple[str, str, float]], title: str, arrow: str = "by"
 ) -> None:
     values = [value for *_, value in pairs]
     rows = np.arange(len(pairs))

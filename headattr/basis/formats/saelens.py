@@ -1,7 +1,8 @@
 """SAELens folders: cfg.json + sae_weights.safetensors, of any version.
 
-The configuration is read here, not by sae_lens, which turns a lost activation function into ReLU and a
-missing k into 100; what is missing and harmless is assumed aloud, what is missing and not harmless is refused.
+The configuration is read here, not by sae_lens, which turns a lost activation function into ReLU
+and a missing k into 100; what is missing and harmless is assumed aloud, what is missing and not
+harmless is refused.
 """
 
 import json
@@ -106,9 +107,14 @@ def interpret(raw: dict[str, Any], where: Path, scaler: float | None = None) -> 
     )
     bos = cfg.get("prepend_bos")
     return SaeConfig(
-        architecture, fields, cfg.get("hook_name"), bos if isinstance(bos, bool) else None, scale, centred,
+        architecture,
+        fields,
+        cfg.get("hook_name"),
+        bos if isinstance(bos, bool) else None,
+        scale,
+        centred,
         tuple(assumed),
-    )  # fmt: skip
+    )
 
 
 def load_weights(folder: Path, config: SaeConfig, dtype: Any, device: Any) -> tuple[Any, str]:
@@ -123,7 +129,8 @@ def load_weights(folder: Path, config: SaeConfig, dtype: Any, device: Any) -> tu
     if factor is not None and not torch.equal(factor, torch.ones_like(factor)):
         if config.architecture not in ("standard", "gated", "jumprelu"):
             raise DictionaryError(
-                f"{folder} has finetuned scaling factors on a {config.architecture} dictionary; expected none"
+                f"{folder} has finetuned scaling factors on a {config.architecture} "
+                "dictionary; expected none"
             )
         state["W_dec"] = state["W_dec"] * factor[:, None]
     return build(config, state, folder, dtype, device), digest
@@ -141,7 +148,8 @@ def build(config: SaeConfig, state: dict[str, Any], where: Path, dtype: Any, dev
     found = {name: tuple(tensor.shape) for name, tensor in state.items()}
     if found != expected:
         raise DictionaryError(
-            f"{where}: a {config.architecture} dictionary has tensors {_listed(expected)}; found {_listed(found)}"
+            f"{where}: a {config.architecture} dictionary has tensors {_listed(expected)}; "
+            f"found {_listed(found)}"
         )
     sae.load_state_dict(state)
     return sae.eval()
@@ -157,7 +165,8 @@ def _architecture(cfg: dict[str, Any], where: Path) -> str:
     architecture, activation = cfg.get("architecture"), cfg.get("activation_fn")
     if architecture is None and activation is None:
         raise DictionaryError(
-            f"{where} names neither 'architecture' nor an activation function ('activation_fn_str'); expected "
+            f"{where} names neither 'architecture' nor an activation function "
+            "('activation_fn_str'); expected "
             f"one of {', '.join(PER_TOKEN)}: add the key"
         )
     if activation == "topk" and architecture in (None, "standard", "topk"):
@@ -170,12 +179,14 @@ def _architecture(cfg: dict[str, Any], where: Path) -> str:
         )
     if architecture in ("batchtopk", "matryoshka", "matryoshka_batchtopk"):
         raise DictionaryError(
-            f"{where} is the training form of a {architecture} dictionary; expected its inference form, written "
+            f"{where} is the training form of a {architecture} dictionary; expected its "
+            "inference form, written "
             "by sae_lens' save_inference_model"
         )
     if architecture not in PER_TOKEN:
         raise DictionaryError(
-            f"{where}: architecture {architecture or activation!r} has no encoder for one token of the residual "
+            f"{where}: architecture {architecture or activation!r} has no encoder for one "
+            "token of the residual "
             f"stream; expected one of {', '.join(PER_TOKEN)}"
         )
     return architecture
@@ -200,13 +211,16 @@ def _normalisation(cfg: dict[str, Any], where: Path, scaler: float | None) -> tu
         factor = scaler if scaler is not None else next(iter(found), None)
         if factor is None or not factor > 0:
             raise DictionaryError(
-                f"{where}: normalize_activations is expected_average_only_in, but no factor is given in "
-                f"{SCALER} or under {', '.join(_SCALE_KEYS)}; expected sqrt(d_in) / mean norm of the training data"
+                f"{where}: normalize_activations is expected_average_only_in, but no factor is "
+                "given in "
+                f"{SCALER} or under {', '.join(_SCALE_KEYS)}; expected sqrt(d_in) / mean norm "
+                "of the training data"
             )
         return float(factor), "none"
     if kind not in ("none", "layer_norm", "constant_norm_rescale"):
         raise DictionaryError(
-            f"{where}: normalize_activations {kind!r} is not folded into the weights; expected none, layer_norm, "
+            f"{where}: normalize_activations {kind!r} is not folded into the weights; expected "
+            "none, layer_norm, "
             "constant_norm_rescale or expected_average_only_in with its factor"
         )
     return 1.0, kind

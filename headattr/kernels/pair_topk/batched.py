@@ -1,4 +1,5 @@
-"""pair_topk on any device in plain torch: one batched product, one topk, ties and non-finite values mended."""
+"""pair_topk on any device in plain torch: one batched product, one topk, ties and non-finite values
+mended."""
 
 from typing import NamedTuple
 
@@ -28,8 +29,9 @@ def pair_topk(
 ) -> PairTopK:
     """The k pairs (a, b) of each edge with the largest |left_a . right_b|, a < n_left, b < n_right.
 
-    Ties go to the lower left slot, then the lower right slot. Rows beyond n_left and n_right are padding and
-    may hold anything. Memory: one product an edge and pair, so the caller chunks the edges.
+    Ties go to the lower left slot, then the lower right slot. Rows beyond n_left and n_right are
+    padding and may hold anything. Memory: one product an edge and pair, so the caller chunks the
+    edges.
     """
     edges, n, m = len(left), left.shape[1], right.shape[1]
     products = (left @ right.transpose(1, 2)).view(edges, n * m)

@@ -1,0 +1,60 @@
+"""What is there: the manifest of a folder, and which of its shards are finished."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from headattr.errors import StoreError
+from headattr.store.format import MANIFEST, SHARDS, STORE_FORMAT, VERSION
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """The manifest of the store at `path`; raises StoreError if there is none, or of a newer
+    version."""
+    file = path / MANIFEST
+    if not file.is_file():
+        raise StoreError(f"{path} is not a headattr store: it has no {MANIFEST}")
+    try:
+        manifest = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise StoreError(
+            f"{file} is not JSON ({error}); the store cannot be read without it"
+        ) from error
+    if manifest.get("format") != STORE_FORMAT:
+        raise StoreError(f"{file} is not the manifest of a headattr store")
+    if [int(part) for part in manifest["version"].split(".")] > [
+        int(part) for part in VERSION.split(".")
+    ]:
+        raise StoreError(
+            f"{path} was written by a newer version (format {manifest['version']}); upgrade "
+            "headattr"
+        )
+    return manifest
+
+
+def read_sidecar(path: Path, manifest_hash: str) -> tuple[dict[str, Any] | None, str | None]:
+    """The sidecar of a finished shard, or None; and what is wrong with it, or None if it is not
+    there yet."""
+    sidecar = path.with_suffix(".json")
+    name = f"{SHARDS}/{path.name}"
+    if not sidecar.is_file():
+        return None, None
+    try:
+        found = json.loads(sidecar.read_text(encoding="utf-8"))
+        wanted = found["bytes"], found["manifest_hash"]
+    except (ValueError, KeyError, TypeError):
+        return None, f"{SHARDS}/{sidecar.name} is broken: run the same command again to redo {name}"
+    if not path.is_file():
+        return (
+            None,
+            f"{name} is missing though its sidecar is there: run the same command again to redo it",
+        )
+    if path.stat().st_size != wanted[0]:
+        return (
+            None,
+            f"{name} is {path.stat().st_size} bytes, expected {wanted[0]}: run the same "
+            "command again to redo it",
+        )
+    if wanted[1] != manifest_hash:
+        return None, f"{name} belongs to another run: run the same command again to redo it"
+    return found, None

@@ -1,0 +1,88 @@
+"""The command `run`: do it, then say what was done, what was assumed, and how it adds up."""
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from headattr.config import RunConfig
+from headattr.inputs import inputs_of
+from headattr.pipeline import execute, plan
+from headattr.store.check import check
+
+
+def run(config: RunConfig) -> dict[str, Any]:
+    """The command `run`: attribute, and say what was done and how it adds up.
+
+    {"out", "prompts", "edges", "set_aside": [...], "completeness", "ov", "pattern_error",
+    "model_notes", "bos", "sources": [{"name", "layer", "activation", "mean_l0", "assumed"}],
+    "layers_without_basis", "seconds"}.
+    """
+    started = time.monotonic()
+    with execute(plan(config, inputs_of(config))) as store:
+        checked = check(store)
+        manifest = store.manifest
+        return {
+            "out": str(store.path),
+            "prompts": len(store.prompt_ids),
+            "edges": checked["edges"],
+            "set_aside": store.set_aside,
+            **{name: checked[name] for name in ("completeness", "ov", "pattern_error", "problems")},
+            "model_notes": manifest["model"]["notes"],
+            "bos": manifest["bos"],
+            "sources": [
+                {
+                    **{key: s[key] for key in ("name", "layer", "activation", "assumed")},
+                    "mean_l0": store.mean_l0(i),
+                }
+                for i, s in enumerate(manifest["sources"])
+            ],
+            "layers_without_basis": manifest["layers_without_basis"],
+            "no_output": {p["layer"]: p["ov_reason"] for p in manifest["layers"] if p["ov_reason"]},
+            "seconds": round(time.monotonic() - started, 1),
+        }
+
+
+def render_run(answer: dict[str, Any]) -> str:
+    """The answer of `run` as text for a terminal."""
+    lines = [
+        f"{answer['edges']:,} edges of {answer['prompts']} prompts in {answer['out']} "
+        f"({answer['seconds']} s)",
+        f"  worst error: QK {_error(answer['completeness']['worst'])}, OV "
+        f"{_error(answer['ov']['completeness']['worst'])}, "
+        f"whole block {_error(answer['ov']['block_completeness']['worst'])}, "
+        f"pattern {_error(answer['pattern_error']['worst'])}",
+        f"  BOS: {'prepended' if answer['bos']['prepend'] else 'not prepended'} "
+        f"({answer['bos']['why']})",
+    ]
+    for source in answer["sources"]:
+        l0 = "" if source["mean_l0"] is None else f", mean L0 {source['mean_l0']:.1f}"
+        lines.append(f"  layer {source['layer']}: {source['name']} ({source['activation']}{l0})")
+        lines += [f"    assumed: {assumed}" for assumed in source["assumed"]]
+    lines += [f"  {note}" for note in answer["model_notes"]]
+    if answer["layers_without_basis"]:
+        lines.append(
+            f"  left out for want of a basis: layers {_ranges(answer['layers_without_basis'])}"
+        )
+    lines += [
+        f"  layer {layer} has no output: {reason}" for layer, reason in answer["no_output"].items()
+    ]
+    lines += [
+        f"  set aside: line {entry['line']}: {entry['reason']}" for entry in answer["set_aside"]
+    ]
+    lines += [f"  problem: {problem}" for problem in answer["problems"]]
+    return "\n".join(lines)
+
+
+def _error(value: float | None) -> str:
+    return "none" if value is None else f"{value:.1e}"
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """[0, 1, 2, 5] as `0-2, 5`."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(str(r[0]) if len(r) == 1 else f"{r[0]}-{r[-1]}" for r in runs)
