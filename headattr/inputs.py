@@ -37,7 +37,7 @@ def inputs_from_memory(
     model: Any,
     basis: Any,
     output: Any,
-    texts: str | Path | Sequence[str | Sequence[int]],
+    texts: str | Path | Sequence[str | Sequence[int]] | Mapping[str, Any],
     out: str | Path,
     tokenizer: Any | None,
     options: dict[str, Any],

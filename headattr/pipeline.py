@@ -62,7 +62,7 @@ class Run:
 def attribute(
     model: Any,
     basis: Any,
-    texts: str | Path | Sequence[str | Sequence[int]],
+    texts: str | Path | Sequence[str | Sequence[int]] | Mapping[str, Any],
     out: str | Path,
     *,
     output: Any = (),
@@ -75,8 +75,8 @@ def attribute(
     `model`: a name, folder, hub id, `.gguf` file or a Hugging Face model in memory (then give its
     `tokenizer`, or texts as token ids). `basis` and `output`: a SPEC or several, as on the command
     line, or a dict from layer to a folder, a `sae_lens.SAE`, a `PlainDictionary` or "tokens".
-    `texts`: a file, or strings or lists of token ids. `options`: fields of `RunConfig`. Raises
-    HeadattrError before any work.
+    `texts`: a file, strings, lists of token ids, or a tokenizer's padded batch. `options`: fields
+    of `RunConfig`. Raises HeadattrError before any work.
     """
     return execute(plan(*inputs_from_memory(model, basis, output, texts, out, tokenizer, options)))
 

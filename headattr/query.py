@@ -164,13 +164,10 @@ def _feature(names: SourceNames, feature: int, token: str | None) -> dict[str, A
 
 def _names(store: Store, source: int) -> SourceNames:
     entry = store.manifest["sources"][source]
-    times, positions = store.densities[source]
     return source_names(
         entry,
         lambda feature: store.label(source, feature),
-        lambda feature: (
-            times.get(feature, 0) / positions if positions and entry["kind"] != "unembed" else None
-        ),
+        lambda feature: None if entry["kind"] == "unembed" else store.density(source, feature),
     )
 
 

@@ -4,7 +4,7 @@ harmed."""
 import hashlib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,8 +29,8 @@ class SetAside(NamedTuple):
     reason: str
 
     def as_dict(self) -> dict[str, Any]:
-        """With the line as people count."""
-        return {"prompt": self.id, "line": self.id + 1, "reason": self.reason}
+        """With the line as people count, the reason on one line."""
+        return {"prompt": self.id, "line": self.id + 1, "reason": " ".join(self.reason.split())}
 
 
 class Texts(NamedTuple):
@@ -46,30 +46,38 @@ def read_texts(path: Path, *, paragraphs: bool = False) -> Texts:
     """Read a .txt or .jsonl file; raises UsageError if it is missing or of another kind."""
     if not path.is_file():
         raise UsageError(f"--texts {path}: no such file; expected a .txt or .jsonl file")
-    if path.suffix not in (".txt", ".jsonl"):
+    kind = path.suffix.lower()
+    if kind not in (".txt", ".jsonl"):
         raise UsageError(f"--texts {path}: expected a .txt file (a line a prompt) or a .jsonl file")
-    if paragraphs and path.suffix != ".txt":
-        raise UsageError("--paragraphs goes with a .txt file")
+    if paragraphs and kind != ".txt":
+        raise UsageError(f"--paragraphs goes with a .txt file, not with {path}")
     content = path.read_bytes().removeprefix(b"\xef\xbb\xbf").replace(b"\r\n", b"\n")
-    if paragraphs:
-        pieces = re.split(rb"\n[ \t]*(?:\n[ \t]*)+", content.strip(b"\n"))
-    else:
-        pieces = content.removesuffix(b"\n").split(b"\n")
-    read = _json_line if path.suffix == ".jsonl" else _text_line
+    read = _json_line if kind == ".jsonl" else _text_line
+    pieces = _paragraphs(content) if paragraphs else content.removesuffix(b"\n").split(b"\n")
     return _collect([_decoded(index, piece, read) for index, piece in enumerate(pieces)])
 
 
 def texts_from_memory(given: Sequence[str | Sequence[int]]) -> Texts:
     """Prompts handed over as strings or as lists of token ids."""
-    found: list[RawPrompt | SetAside] = []
-    for index, item in enumerate(given):
-        if isinstance(item, str):
-            found.append(
-                _text_line(index, item) if item == "" else RawPrompt(index, item, None, {})
-            )
-        else:
-            found.append(_from_record(index, {"tokens": [int(token) for token in item]}))
-    return _collect(found)
+    return _collect([_from_object(index, item) for index, item in enumerate(given)])
+
+
+def _paragraphs(content: bytes) -> list[bytes]:
+    """What stands between blank lines, indents kept."""
+    content = re.sub(rb"\A(?:[ \t]*\n)+|\s+\Z", b"", content)
+    return re.split(rb"\n(?:[ \t]*\n)+", content)
+
+
+def _from_object(index: int, item: Any) -> RawPrompt | SetAside:
+    if isinstance(item, str):
+        return _from_record(index, {"text": item})
+    try:
+        tokens = [t if isinstance(t, bool) else operator.index(t) for t in item]
+    except TypeError:
+        return SetAside(
+            index, f"a {type(item).__name__}; expected a string or a list of token ids (integers)"
+        )
+    return _from_record(index, {"tokens": tokens})
 
 
 def _collect(found: Sequence[RawPrompt | SetAside | None]) -> Texts:
@@ -77,13 +85,13 @@ def _collect(found: Sequence[RawPrompt | SetAside | None]) -> Texts:
     aside = [item for item in found if isinstance(item, SetAside)]
     digest = hashlib.sha256()
     for item in (*prompts, *aside):
-        digest.update(
-            json.dumps(item, ensure_ascii=False, sort_keys=True, default=str).encode() + b"\n"
-        )
+        digest.update(json.dumps(item, sort_keys=True).encode() + b"\n")
     return Texts(prompts, aside, digest.hexdigest())
 
 
-def _decoded(index: int, piece: bytes, read: Any) -> RawPrompt | SetAside | None:
+def _decoded(
+    index: int, piece: bytes, read: Callable[[int, str], RawPrompt | SetAside | None]
+) -> RawPrompt | SetAside | None:
     try:
         return read(index, piece.decode("utf-8"))
     except UnicodeDecodeError as error:
@@ -93,7 +101,7 @@ def _decoded(index: int, piece: bytes, read: Any) -> RawPrompt | SetAside | None
 
 
 def _text_line(index: int, line: str) -> RawPrompt | SetAside:
-    return RawPrompt(index, line, None, {}) if line.strip() else SetAside(index, "empty")
+    return _from_record(index, {"text": line if line.strip() else ""})
 
 
 def _json_line(index: int, line: str) -> RawPrompt | SetAside | None:
@@ -101,7 +109,8 @@ def _json_line(index: int, line: str) -> RawPrompt | SetAside | None:
         return None
     try:
         record = json.loads(line)
-    except ValueError as error:
+        json.dumps(record, allow_nan=False)
+    except (ValueError, RecursionError) as error:
         return SetAside(index, f"not JSON: {error}")
     return _from_record(index, record)
 
@@ -113,15 +122,29 @@ def _from_record(index: int, record: Any) -> RawPrompt | SetAside:
         )
     extra = {key: value for key, value in record.items() if key not in ("text", "tokens")}
     if ("text" in record) == ("tokens" in record):
-        found = ", ".join(record) or "nothing"
+        found = _short(", ".join(record) or "nothing")
         return SetAside(index, f"expected exactly one of the fields text and tokens; found {found}")
     if "text" in record:
-        text = record["text"]
-        if not isinstance(text, str):
-            return SetAside(index, f"text is {json.dumps(text)}; expected a string")
-        return RawPrompt(index, text, None, extra) if text else SetAside(index, "empty")
+        return _from_text(index, record["text"], extra)
     tokens = record["tokens"]
     whole = isinstance(tokens, list) and all(type(token) is int and token >= 0 for token in tokens)
     if not whole:
-        return SetAside(index, "tokens is not a list of token ids (integers from 0)")
+        return SetAside(
+            index, f"tokens is {_short(json.dumps(tokens))}; expected token ids (integers from 0)"
+        )
     return RawPrompt(index, None, tuple(tokens), extra) if tokens else SetAside(index, "empty")
+
+
+def _from_text(index: int, text: Any, extra: dict[str, Any]) -> RawPrompt | SetAside:
+    if not isinstance(text, str):
+        return SetAside(index, f"text is {_short(json.dumps(text))}; expected a string")
+    # neither can be kept as text: half of a surrogate pair is no character, and HDF5 ends at NUL
+    broken = re.search("[\ud800-\udfff\0]", text)
+    if broken:
+        found = f"U+{ord(broken[0]):04X} at offset {broken.start()}"
+        return SetAside(index, f"text holds {found}, which is not a character of a text")
+    return RawPrompt(index, text, None, extra) if text else SetAside(index, "empty")
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 80 else text[:77] + "..."

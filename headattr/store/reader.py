@@ -5,7 +5,7 @@ is in `Store.problems`, naming the file.
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -96,6 +96,7 @@ class Store:
         self.shards: list[Shard] = []
         self._where: dict[int, Shard] = {}
         self._labels: dict[int, list[str]] = {}
+        self._counted: dict[int, tuple[NDArray[np.int64], NDArray[np.int64], int]] = {}
         for entry in self.manifest["shards"]:
             self._add(entry["index"])
 
@@ -222,30 +223,35 @@ class Store:
             cell("o_totals"),
         )
 
-    @cached_property
-    def densities(self) -> Mapping[int, tuple[Mapping[int, int], int]]:
-        """Per source: how often each feature is active, and over how many unflagged positions of
-        the run."""
-        found: dict[int, tuple[dict[int, int], int]] = {}
-        for source in range(len(self.manifest["sources"])):
-            times: dict[int, int] = {}
-            positions = 0
-            for shard in self.shards:
-                if f"source/{source}" not in shard.file:
-                    continue
-                group = shard.file[f"source/{source}"]
-                positions += int(group.attrs["positions_counted"])
-                for feature, count in zip(
-                    group["present"][:].tolist(), group["present_count"][:].tolist(), strict=True
-                ):
-                    times[feature] = times.get(feature, 0) + count
-            found[source] = (times, positions)
-        return found
+    def density(self, source: int, feature: int) -> float | None:
+        """Share of the run's positions that do not swallow attention where a feature is active."""
+        features, times, positions = self._counts(source)
+        if positions == 0:
+            return None
+        at = int(np.searchsorted(features, feature))
+        return int(times[at]) / positions if at < len(features) and features[at] == feature else 0.0
 
     def mean_l0(self, source: int) -> float | None:
-        """Mean number of active features at unflagged positions."""
-        times, positions = self.densities[source]
-        return sum(times.values()) / positions if positions else None
+        """Mean number of active features at positions that do not swallow attention."""
+        _, times, positions = self._counts(source)
+        return int(times.sum()) / positions if positions else None
+
+    def _counts(self, source: int) -> tuple[NDArray[np.int64], NDArray[np.int64], int]:
+        """Features that are active somewhere, ascending, how often, and over how many positions."""
+        if source not in self._counted:
+            name = f"source/{source}"
+            groups = [shard.file[name] for shard in self.shards if name in shard.file]
+            every = [
+                np.empty(0, np.int64),
+                *(group["present"][:].astype(np.int64) for group in groups),
+            ]
+            times = [np.empty(0, np.int64), *(group["present_count"][:] for group in groups)]
+            features, inverse = np.unique(np.concatenate(every), return_inverse=True)
+            total = np.zeros(len(features), np.int64)
+            np.add.at(total, inverse, np.concatenate(times))
+            positions = sum(int(group.attrs["positions_counted"]) for group in groups)
+            self._counted[source] = features, total, positions
+        return self._counted[source]
 
     def label(self, source: int, feature: int) -> str | None:
         """The label of a feature, from the labels copied into the store."""

@@ -1,0 +1,111 @@
+"""Edges a second of the QK path, beside bare matrix products and a loop over edges, in one run.
+
+    python benchmarks/bench_qk.py            one thread, process time, medians of five
+
+Sizes: d_model 768, 12 heads, d_head 64, 128 tokens, 64 active features a token, top 20 by |value|,
+float32. Prints one JSON line; the figures are kept in RESULTS.md with date, commit and hardware.
+"""
+
+import json
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from headattr.attribution.qk import qk_edges
+from headattr.attribution.sides import prepare, project
+from headattr.basis.component import ActiveFeatures, decompose
+from headattr.model.head import HeadWeights, Norm
+
+D_MODEL, HEADS, D_HEAD, LENGTH, ACTIVE, D_SAE, TOPK = 768, 12, 64, 128, 64, 24576, 20
+MEASURED_HEADS, LOOP_EDGES, CHUNK, REPEATS = 3, 500, 2048, 5
+
+
+def make_layer() -> HeadWeights:
+    def weight(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape) / D_MODEL**0.5
+
+    norm = Norm("layer", torch.rand(D_MODEL) + 0.5, torch.randn(D_MODEL), 1e-5)
+    biases = [torch.randn(HEADS, D_HEAD) for _ in range(3)]
+    weights = [weight(HEADS, D_MODEL, D_HEAD) for _ in range(3)]
+    W_O = weight(HEADS, D_HEAD, D_MODEL)
+    return HeadWeights(0, norm, *weights, W_O, *biases, torch.zeros(D_MODEL), D_HEAD**-0.5)
+
+
+def median_rate(edges: int, work: Callable[[], object]) -> float:
+    """Edges a second of process time, the median of five runs after one that warms up."""
+    work()
+    times = []
+    for _ in range(REPEATS):
+        started = time.process_time()
+        work()
+        times.append(time.process_time() - started)
+    return edges / statistics.median(times)
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    weights = make_layer()
+    x, directions = torch.randn(LENGTH, D_MODEL), torch.randn(D_SAE, D_MODEL) / D_MODEL**0.5
+    ids = torch.stack(
+        [torch.randperm(D_SAE)[:ACTIVE].sort().values for _ in range(LENGTH)]
+    ).flatten()
+    active = ActiveFeatures(torch.arange(LENGTH + 1) * ACTIVE, ids, torch.rand(len(ids)))
+    components = decompose(x, active, active.acts, directions, torch.zeros_like(x))
+    prepared = prepare(weights, components, directions, x)
+    q_pos, k_pos = torch.tril_indices(LENGTH, LENGTH)
+    edges = len(q_pos) * MEASURED_HEADS
+    own = [
+        (Q, K)
+        for Q, K in zip(
+            torch.randn(HEADS, LENGTH, D_HEAD), torch.randn(HEADS, LENGTH, D_HEAD), strict=True
+        )
+    ]
+
+    def sides(head: int) -> tuple:
+        return tuple(project(weights, side, head, prepared, None) for side in ("query", "key"))
+
+    def batched() -> None:
+        for head in range(MEASURED_HEADS):
+            query, key = sides(head)
+            for q, k in zip(q_pos.split(CHUNK), k_pos.split(CHUNK), strict=True):
+                qk_edges(query, key, own[head], weights.scale, q, k, topk=TOPK, top_marginals=8)
+
+    def products() -> None:
+        for head in range(MEASURED_HEADS):
+            query, key = sides(head)
+            for q, k in zip(q_pos.split(CHUNK), k_pos.split(CHUNK), strict=True):
+                query.features[q] @ key.features[k].transpose(1, 2)
+
+    query, key = sides(0)
+
+    def loop() -> None:
+        for q, k in zip(q_pos[:LOOP_EDGES].tolist(), k_pos[:LOOP_EDGES].tolist(), strict=True):
+            table = weights.scale * query.features[q] @ key.features[k].T
+            index = table.abs().flatten().topk(TOPK).indices
+            table.flatten()[index]
+
+    rates = {
+        "batched": median_rate(edges, batched),
+        "bare products": median_rate(edges, products),
+        "loop over edges": median_rate(LOOP_EDGES, loop),
+    }
+    ratios = {
+        f"batched / {name}": round(rates["batched"] / rates[name], 2) for name in list(rates)[1:]
+    }
+    machine = f"{platform.machine()}, torch {torch.__version__}, Python {platform.python_version()}"
+    figures = {name: round(rate) for name, rate in rates.items()}
+    print(json.dumps({"edges_per_second": figures, "ratios": ratios, "machine": machine}))
+    print(
+        f"sizes: see {Path(__file__).name}; batched includes totals, marginals and completeness",
+        file=sys.stderr,
+    )
+
+
+if __name__ == "__main__":
+    main()
