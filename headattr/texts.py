@@ -57,8 +57,14 @@ def read_texts(path: Path, *, paragraphs: bool = False) -> Texts:
     return _collect([_decoded(index, piece, read) for index, piece in enumerate(pieces)])
 
 
-def texts_from_memory(given: Sequence[str | Sequence[int]]) -> Texts:
-    """Prompts handed over as strings or as lists of token ids."""
+def texts_from_memory(given: Sequence[str | Sequence[int]] | Mapping[str, Any]) -> Texts:
+    """Prompts handed over as strings, as lists of token ids, or as a tokenizer's padded batch.
+
+    A batch is a mapping with `input_ids` and `attention_mask`; padding is taken off on either side.
+    """
+    if isinstance(given, Mapping):
+        rows = zip(given["input_ids"], given["attention_mask"], strict=True)
+        given = [[int(t) for t, real in zip(*row, strict=True) if real] for row in rows]
     return _collect([_from_object(index, item) for index, item in enumerate(given)])
 
 

@@ -1,4 +1,5 @@
-"""Every number has an identity: products sum to the model's own score, writes to what the block adds."""
+"""Every number has an identity: products sum to the model's own score, writes to what the block
+adds."""
 
 import json
 import math
@@ -160,7 +161,8 @@ def test_batched_tables_equal_the_definition(
 
 
 def _size(task: LayerTask, edge: Edge, wanted: EdgeTables) -> float:
-    """The scale that rounding is relative to: scale |Q| |K|, or the largest product if that is more."""
+    """The scale that rounding is relative to: scale |Q| |K|, or the largest product if that is
+    more."""
     kept, group = task.kept, task.weights.kv_head(edge.head)
     Q, K = kept.Q[edge.q_pos, edge.head], kept.K[edge.k_pos, group]
     return max(kept.scale * float(Q.norm() * K.norm()), float(wanted.qk.abs().max()))
@@ -231,7 +233,8 @@ def _compare_ov(
 
 @pytest.mark.parametrize("family", tiny.MODELS)
 def test_taking_a_feature_out_of_a_heads_query_moves_the_score_by_its_marginal(family: str) -> None:
-    """With the norm frozen: the feature is subtracted behind the norm, at one position, in the model."""
+    """With the norm frozen: the feature is subtracted behind the norm, at one position, in the
+    model."""
     model = _load(family, "float64")
     basis = from_object(tiny.sae("standard", layer=1), 1, **_fit(model))
     prompt = _captures(model)[1]

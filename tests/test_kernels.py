@@ -1,0 +1,230 @@
+"""pair_topk: the batched path gives what the loops give, whatever the shapes, ties and broken
+values."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from headattr.kernels.pair_topk import batched, naive
+from headattr.kernels.pair_topk.batched import PairTopK
+
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+PATHS = {"naive": naive.pair_topk, "batched": batched.pair_topk}
+PROFILE = settings(max_examples=120, deadline=None, derandomize=True)
+
+
+class Case(NamedTuple):
+    """Arguments of pair_topk."""
+
+    left: Tensor
+    right: Tensor
+    n_left: Tensor
+    n_right: Tensor
+    k: int
+
+
+@st.composite
+def cases(draw: Callable[[Any], Any], *, whole: bool) -> Case:
+    """Edges of odd shapes; `whole` numbers tie often and multiply exactly. Padding is NaN or
+    inf."""
+    edges, n, m = (draw(st.integers(0, top)) for top in (4, 7, 6))
+    d, dtype = draw(st.integers(1, 9)), draw(st.sampled_from([torch.float32, torch.float64]))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 10**6)))
+    sides, counts = [], []
+    for slots in (n, m):
+        if whole:
+            rows = torch.randint(-2, 3, (edges, slots, d), generator=generator).to(dtype)
+        else:
+            rows = torch.randn(edges, slots, d, generator=generator, dtype=dtype)
+        count = torch.tensor([draw(st.integers(0, slots)) for _ in range(edges)], dtype=torch.long)
+        poison = draw(st.sampled_from([float("nan"), float("inf"), 1e30]))
+        rows[torch.arange(slots) >= count[:, None]] = poison
+        sides.append(rows)
+        counts.append(count)
+    return Case(*sides, *counts, draw(st.integers(1, 50)))
+
+
+def _products(case: Case, edge: int) -> Tensor:
+    n, m = int(case.n_left[edge]), int(case.n_right[edge])
+    return case.left[edge, :n].double() @ case.right[edge, :m].double().T
+
+
+def _assert_whole(found: PairTopK, case: Case) -> None:
+    """Shapes, types, and -1 slots with value 0 exactly behind the last pair."""
+    assert found.values.shape == found.left.shape == found.right.shape == (len(case.left), case.k)
+    assert found.values.dtype == case.left.dtype
+    for edge in range(len(case.left)):
+        kept = min(case.k, int(case.n_left[edge]) * int(case.n_right[edge]))
+        assert (found.left[edge] >= 0).sum() == (found.right[edge] >= 0).sum() == kept
+        assert (found.left[edge, kept:] == -1).all()
+        assert (found.right[edge, kept:] == -1).all()
+        assert (found.values[edge, kept:] == 0).all()
+        assert (found.left[edge, :kept] < case.n_left[edge]).all()
+        assert (found.right[edge, :kept] < case.n_right[edge]).all()
+
+
+@PROFILE
+@given(cases(whole=True))
+def test_on_whole_numbers_batched_and_naive_are_equal_to_the_last_tie(case: Case) -> None:
+    found, wanted = batched.pair_topk(*case), naive.pair_topk(*case)
+    _assert_whole(found, case)
+    for name, value in wanted._asdict().items():
+        assert torch.equal(getattr(found, name), value), name
+    assert (found.n_nonfinite == 0).all()
+
+
+@PROFILE
+@given(cases(whole=False))
+def test_on_real_numbers_batched_and_naive_differ_by_rounding_only(case: Case) -> None:
+    found, wanted = batched.pair_topk(*case), naive.pair_topk(*case)
+    _assert_whole(found, case)
+    _assert_whole(wanted, case)
+    for edge in range(len(case.left)):
+        products = _products(case, edge)
+        kept = min(case.k, products.numel())
+        if kept == 0:
+            continue
+        size = float(products.abs().max()) or 1.0
+        tolerance = (1e-6 if case.left.dtype == torch.float32 else 1e-14) * max(size, 1.0)
+        for path in (found, wanted):
+            q, k = path.left[edge, :kept].long(), path.right[edge, :kept].long()
+            assert (path.values[edge, :kept] - products[q, k]).abs().max() <= tolerance
+            assert len({*zip(q.tolist(), k.tolist(), strict=True)}) == kept
+        sizes = products.abs().flatten().sort(descending=True).values[:kept]
+        assert (found.values[edge, :kept].abs() - sizes).abs().max() <= tolerance
+        different = _pairs(found, edge) ^ _pairs(wanted, edge)
+        assert all(abs(products[pair].abs() - sizes[-1]) <= tolerance for pair in different)
+
+
+def _pairs(found: PairTopK, edge: int) -> set[tuple[int, int]]:
+    both = zip(found.left[edge].tolist(), found.right[edge].tolist(), strict=True)
+    return {pair for pair in both if pair[0] >= 0}
+
+
+def _one(products: list[float], *, side: str, dtype: torch.dtype, device: str) -> Case:
+    """One edge whose products are the given numbers, as `side` vectors against a single 1."""
+    many = torch.tensor(products, dtype=dtype, device=device)[None, :, None]
+    single = torch.ones(1, 1, 1, dtype=dtype, device=device)
+    left, right = (many, single) if side == "left" else (single, many)
+    counts = [torch.tensor([part.shape[1]], device=device) for part in (left, right)]
+    return Case(left, right, *counts, 1)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    ("k", "slots"), [(1, [0]), (2, [0, 2]), (3, [0, 2, 1]), (5, [0, 2, 1, 3, 4]), (8, [0, 2, 1, 3, 4, 5])]
+)
+def test_ties_go_to_the_lower_slot(
+    device: str, path: str, side: str, dtype: torch.dtype, k: int, slots: list[int]
+) -> None:
+    """V14: [3, 2, 3, 2, 1, 1] gives 0, 2 and 0, 2, 1, on every device and in chunks of two
+    edges."""
+    case = _one([3, 2, 3, 2, 1, 1], side=side, dtype=dtype, device=device)._replace(k=k)
+    padded = slots + [-1] * (k - len(slots))
+    assert getattr(PATHS[path](*case), side)[0].tolist() == padded
+    five = Case(*(part.expand(5, *part.shape[1:]) for part in case[:4]), k)
+    for start in range(0, 5, 2):
+        chunk = PATHS[path](*(part[start : start + 2] for part in five[:4]), k)
+        assert getattr(chunk, side).tolist() == [padded] * len(chunk.left)
+
+
+def test_a_tie_of_both_signs_goes_to_the_lower_left_then_the_lower_right_slot() -> None:
+    left = torch.tensor([[[-1.0], [1.0], [1.0]]])
+    right = torch.tensor([[[2.0], [-2.0]]])
+    counts = torch.tensor([3]), torch.tensor([2])
+    for path in PATHS.values():
+        found = path(left, right, *counts, 4)
+        assert found.left[0].tolist() == [0, 0, 1, 1]
+        assert found.right[0].tolist() == [0, 1, 0, 1]
+        assert found.values[0].tolist() == [-2.0, 2.0, 2.0, -2.0]
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize(
+    ("products", "k", "values", "slots", "bad"),
+    [
+        ([1.0, float("nan"), 3.0], 2, [3.0, 1.0], [2, 0], 1),
+        ([1.0, float("inf"), -3.0], 2, [-3.0, 1.0], [2, 0], 1),
+        ([float("-inf"), 2.0, float("nan")], 2, [2.0, 0.0], [1, -1], 2),
+        ([float("nan"), float("nan"), 0.0], 3, [0.0, 0.0, 0.0], [2, -1, -1], 2),
+        ([float("nan")] * 3, 2, [0.0, 0.0], [-1, -1], 3),
+        ([float("nan"), 2.0, 1.0, 2.0], 2, [2.0, 2.0], [1, 3], 1),
+    ],
+)
+def test_non_finite_products_are_left_out_and_counted(
+    path: str, side: str, products: list[float], k: int, values: list[float], slots: list[int], bad: int
+) -> None:
+    """V12: NaN never ranks."""
+    case = _one(products, side=side, dtype=torch.float32, device="cpu")._replace(k=k)
+    found = PATHS[path](*case)
+    assert found.values[0].tolist() == values
+    assert getattr(found, side)[0].tolist() == slots
+    assert found.n_nonfinite.tolist() == [bad]
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_one_broken_edge_does_not_touch_its_neighbours_and_padding_is_not_counted(path: str) -> None:
+    """V12, padded batch of lengths 5 and 2: the NaN beyond a length is no product at all."""
+    generator = torch.Generator().manual_seed(3)
+    left, right = (torch.randint(-3, 4, (3, 5, 4), generator=generator).float() for _ in "lr")
+    lengths = torch.tensor([5, 2, 4])
+    clean = PATHS[path](left, right, lengths, lengths, 6)
+    for part, row in ((left, 1), (right, 1)):
+        part[row, 2:] = float("nan")
+    left[2, 1] = float("nan")
+    found = PATHS[path](left, right, lengths, lengths, 6)
+    assert found.n_nonfinite.tolist() == [0, 0, 4]
+    for name, value in clean._asdict().items():
+        assert torch.equal(getattr(found, name)[:2], value[:2]), name
+    assert found.values.isfinite().all()
+    assert (found.left[2] != 1).all()
+
+
+def test_products_that_overflow_are_counted_like_any_non_finite_one() -> None:
+    left, right = torch.tensor([[[1e30], [1.0]]]), torch.tensor([[[1e30], [2.0]]])
+    counts = torch.tensor([2]), torch.tensor([2])
+    for path in PATHS.values():
+        found = path(left, right, *counts, 3)
+        assert found.n_nonfinite.tolist() == [1]
+        assert found.values[0].tolist() == pytest.approx([2e30, 1e30, 2.0])
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(
+    ("edges", "n", "m"), [(0, 3, 2), (0, 0, 0), (2, 0, 3), (2, 3, 0), (2, 0, 0), (1, 1, 1)]
+)
+def test_no_edges_and_no_slots_give_empty_tables_of_the_asked_width(
+    path: str, edges: int, n: int, m: int
+) -> None:
+    left, right = torch.ones(edges, n, 4), torch.ones(edges, m, 4)
+    counts = (torch.full((edges,), size) for size in (n, m))
+    found = PATHS[path](left, right, *counts, 7)
+    assert found.values.shape == (edges, 7)
+    kept = min(n * m, 7)
+    assert (found.left[:, kept:] == -1).all()
+    assert (found.values[:, kept:] == 0).all()
+    assert found.n_nonfinite.tolist() == [0] * edges
+
+
+@PROFILE
+@given(cases(whole=True), st.integers(1, 3))
+def test_chunks_of_edges_and_wider_padding_do_not_change_a_bit(case: Case, step: int) -> None:
+    whole = batched.pair_topk(*case)
+    widen = torch.nn.functional.pad
+    wider = [widen(part, (0, 0, 0, 3), value=float("nan")) for part in case[:2]]
+    parts = [
+        batched.pair_topk(*(part[i : i + step] for part in (*wider, *case[2:4])), case.k)
+        for i in range(0, len(case.left), step)
+    ]
+    for name in PairTopK._fields if parts else ():
+        joined = torch.cat([getattr(part, name) for part in parts])
+        assert torch.equal(joined, getattr(whole, name)), name
