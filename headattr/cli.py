@@ -1,6 +1,7 @@
 """The command line: parse, call, print. No logic; nothing heavy is imported before it is needed."""
 
 import json as jsonlib
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -114,7 +115,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SystemExit as stop:
         return int(stop.code or 0)
     except HeadattrError as error:
-        print(f"headattr: {error}", file=sys.stderr)
+        print(f"headattr: {' '.join(str(error).split())}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         print(
@@ -123,8 +124,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         return 130
     except BrokenPipeError:
-        sys.stderr.close()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:
+        print(f"headattr: {error}", file=sys.stderr)
+        return 1
 
 
 def run_and_exit() -> None:
@@ -187,6 +191,8 @@ def _run(config: RunConfig) -> int:
     _quiet()
     answer = run(config)
     _print(answer, config.json, render_run)
+    if answer["problems"]:
+        return 1
     return 3 if answer["set_aside"] else 0
 
 
@@ -241,9 +247,9 @@ _RUN: dict[type[Any], Callable[[Any], int]] = {
 
 def _print(answer: Any, as_json: bool, render: Callable[[Any], str]) -> None:
     if as_json:
-        print(jsonlib.dumps(answer, ensure_ascii=False, allow_nan=False, indent=1))
+        print(jsonlib.dumps(answer, ensure_ascii=False, allow_nan=False, indent=1), flush=True)
     else:
-        print(render(answer))
+        print(render(answer), flush=True)
 
 
 def _warn(problems: list[str]) -> None:

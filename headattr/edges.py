@@ -111,6 +111,18 @@ class LayerTable(NamedTuple):
     ov: OvTable | None
 
 
+def non_finite_column(table: LayerTable) -> str | None:
+    """The first column that holds NaN, infinity or a number beyond float32, in which the store
+    keeps it."""
+    ov = {} if table.ov is None else table.ov._asdict()
+    for name, column in (*table._asdict().items(), *ov.items()):
+        if isinstance(column, np.ndarray) and column.dtype.kind == "f":
+            largest = np.finfo(column.dtype if name == "share_sums" else np.float32).max
+            if not (np.abs(column) <= largest).all():
+                return name
+    return None
+
+
 def parse_edge_rule(text: str) -> EdgeRule:
     """`top:M`, `threshold:P`, `all` or `file:PATH`; raises UsageError for anything else."""
     kind, _, value = text.partition(":")
@@ -162,31 +174,37 @@ def listed_edges(
 ) -> dict[tuple[int, HeadId], list[tuple[int, int]]]:
     """Edges of a JSONL file of {"prompt", "layer", "head", "q_pos", "k_pos"}, by prompt and head.
 
-    `lengths`: tokens of every prompt that runs. Raises UsageError, with the line, for an edge that
-    does not exist, is masked, or is of a head that is not attributed.
+    `lengths`: tokens of every prompt that runs. Each list is in order, without repetitions. Raises
+    UsageError, with the line, for an edge that does not exist, is masked, or is of a head that is
+    not attributed.
     """
     if not path.is_file():
         raise UsageError(f"--edges file:{path}: no such file; expected a JSONL file of edges")
-    found: dict[tuple[int, HeadId], list[tuple[int, int]]] = {}
+    found: dict[tuple[int, HeadId], set[tuple[int, int]]] = {}
     known = set(heads)
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    content = path.read_bytes().removeprefix(b"\xef\xbb\xbf")
+    for number, line in enumerate(content.split(b"\n"), 1):
         if not line.strip():
             continue
-        try:
-            record = json.loads(line)
-            prompt, layer, head, q_pos, k_pos = (
-                int(record[key]) for key in ("prompt", "layer", "head", "q_pos", "k_pos")
-            )
-        except (ValueError, KeyError, TypeError) as error:
-            raise UsageError(
-                f"{path} line {number}: {error!r}; expected prompt, layer, head, q_pos, k_pos "
-                "as integers"
-            ) from error
+        prompt, layer, head, q_pos, k_pos = _listed_edge(line, f"{path} line {number}")
         problem = _edge_problem(HeadId(layer, head), q_pos, k_pos, lengths.get(prompt), known)
         if problem:
             raise UsageError(f"{path} line {number}: prompt {prompt}: {problem}")
-        found.setdefault((prompt, HeadId(layer, head)), []).append((q_pos, k_pos))
-    return found
+        found.setdefault((prompt, HeadId(layer, head)), set()).add((q_pos, k_pos))
+    return {key: sorted(edges) for key, edges in sorted(found.items())}
+
+
+def _listed_edge(line: bytes, where: str) -> list[int]:
+    names = ("prompt", "layer", "head", "q_pos", "k_pos")
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{where} is not JSON: {error}") from error
+    found = {name: record.get(name) for name in names} if isinstance(record, dict) else {}
+    if not found or any(type(value) is not int for value in found.values()):
+        shown = line.decode("utf-8", "replace").strip()[:120]
+        raise UsageError(f"{where}: {shown}; expected {', '.join(names)} as integers")
+    return list(found.values())
 
 
 def _edge_problem(

@@ -7,14 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from headattr.attribution.layer import attribute_layer
 from headattr.basis.component import ActiveFeatures
 from headattr.edges import Edge, LayerTable, parse_head, position_problem
 from headattr.errors import PromptError, UsageError
 from headattr.inputs import inputs_from_memory
 from headattr.model.capture import capture, pad
+from headattr.model.proof import TOLERANCE
 from headattr.model.tokens import Prompt
-from headattr.pipeline import Run, label_lines, layer_task, plan
+from headattr.pipeline import Run, checked_table, label_lines, layer_task, plan
 from headattr.query import SourceNames, edge_answer, source_names
 from headattr.store.rows import Active, EdgeRow, OvRow
 
@@ -51,9 +51,11 @@ def explain_edge(
         raise captured
     actives = [source.active(captured) for source in run.source_list]
     widest = max(int(active.counts.max()) for active in actives)
-    task = layer_task(run, layer_plan, prompt, captured, actives, top_marginals=widest)
+    weights = run.model.family.head_weights(run.model.hf, edge.layer)
+    task = layer_task(run, layer_plan, weights, prompt, captured, actives, top_marginals=widest)
     task = replace(task, select=lambda head, pattern: (np.array([q_pos]), np.array([k_pos])))
-    return _answer(run, prompt, edge, attribute_layer(task), actives)
+    table = checked_table(task, TOLERANCE[run.model.dtype])
+    return _answer(run, prompt, edge, table, actives)
 
 
 def _answer(

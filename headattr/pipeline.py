@@ -22,6 +22,7 @@ from headattr.edges import (
     HeadId,
     LayerTable,
     listed_edges,
+    non_finite_column,
     parse_edge_rule,
     parse_heads,
     select_edges,
@@ -30,6 +31,7 @@ from headattr.edges import (
 from headattr.errors import PromptError, UsageError
 from headattr.inputs import Inputs, inputs_from_memory
 from headattr.model.capture import PromptCapture, capture, pad
+from headattr.model.head import HeadWeights
 from headattr.model.load import LoadedModel, load_model
 from headattr.model.proof import TOLERANCE, Errors, prove
 from headattr.model.tokens import Prompt, decide_bos, tokenize, vocabulary_lines
@@ -84,6 +86,10 @@ def attribute(
 def plan(config: RunConfig, inputs: Inputs) -> Run:
     """Step 1. Raises HeadattrError, before any work, for whatever does not fit."""
     rule = parse_edge_rule(config.edges)
+    for text in (config.q_token, config.k_token):
+        token_filter(text, ())
+    if not inputs.texts.prompts and not inputs.texts.set_aside:
+        raise UsageError(f"--texts {config.texts} holds no prompt; expected at least one")
     model = load_model(
         inputs.model, tokenizer=inputs.tokenizer, device=config.device, dtype=config.dtype
     )
@@ -94,7 +100,7 @@ def plan(config: RunConfig, inputs: Inputs) -> Run:
     ]
     proof = prove(model)
     declared = {
-        s.about.name: s.about.prepend_bos
+        f"{s.about.name} of layer {s.about.layer}": s.about.prepend_bos
         for s in distinct(sources)
         if s.about.prepend_bos is not None
     }
@@ -117,6 +123,7 @@ def plan(config: RunConfig, inputs: Inputs) -> Run:
         listed_hash=canonical_hash(sorted(map(str, listed.items())))
         if rule.kind == "file"
         else None,
+        labelled=[i for i, source in enumerate(distinct(sources)) if has_labels(source)],
     )
     return Run(config, model, proof, sources, prompts, plans, listed, manifest)
 
@@ -163,36 +170,48 @@ def attribute_prompts(
             sites=sites,
             indices=[place[prompt.id] for prompt in batch],
         )
-        for prompt, captured in zip(batch, found, strict=True):
-            try:
-                results.append(_attribute_prompt(run, prompt, captured))
-            except PromptError as error:
-                aside.append(SetAside(prompt.id, str(error)))
+        for prompt, result in zip(batch, _attribute_batch(run, batch, found), strict=True):
+            if isinstance(result, PromptError):
+                aside.append(SetAside(prompt.id, str(result)))
+            else:
+                results.append(result)
             advance(1)
     return results, aside
 
 
-def _attribute_prompt(
-    run: Run, prompt: Prompt, captured: PromptCapture | PromptError
-) -> PromptResult:
-    if isinstance(captured, PromptError):
-        raise captured
-    actives = [source.active(captured) for source in run.source_list]
-    lists = {
-        i: _lists(active, captured, s)
-        for i, (active, s) in enumerate(zip(actives, run.source_list, strict=True))
-    }
-    layers: dict[int, LayerTable] = {}
+def _attribute_batch(
+    run: Run, batch: Sequence[Prompt], found: Sequence[PromptCapture | PromptError]
+) -> list[PromptResult | PromptError]:
+    """One result a prompt. The layers are the outer loop: their folded weights are made once."""
+    tables: list[dict[int, LayerTable]] = [{} for _ in batch]
+    failed = {i: item for i, item in enumerate(found) if isinstance(item, PromptError)}
+    captures = {i: item for i, item in enumerate(found) if isinstance(item, PromptCapture)}
+    actives = {i: [s.active(captured) for s in run.source_list] for i, captured in captures.items()}
     for layer_plan in run.plans:
-        table = attribute_layer(layer_task(run, layer_plan, prompt, captured, actives))
-        tolerance = TOLERANCE[run.model.dtype]
-        if not table.pattern_error <= tolerance:
-            raise PromptError(
-                f"the pattern of layer {layer_plan.layer} is off by {table.pattern_error:.1e} "
-                "from the model's own; "
-                f"expected at most {tolerance:.0e}"
-            )
-        layers[layer_plan.layer] = table
+        weights = run.model.family.head_weights(run.model.hf, layer_plan.layer)
+        for i, captured in captures.items():
+            if i in failed:
+                continue
+            task = layer_task(run, layer_plan, weights, batch[i], captured, actives[i])
+            try:
+                tables[i][layer_plan.layer] = checked_table(task, TOLERANCE[run.model.dtype])
+            except PromptError as error:
+                failed[i] = error
+    return [
+        failed[i] if i in failed else _result(run, batch[i], captures[i], actives[i], tables[i])
+        for i in range(len(batch))
+    ]
+
+
+def _result(
+    run: Run,
+    prompt: Prompt,
+    captured: PromptCapture,
+    actives: Sequence[ActiveFeatures],
+    tables: dict[int, LayerTable],
+) -> PromptResult:
+    pairs = zip(actives, run.source_list, strict=True)
+    lists = {i: _lists(active, captured, source) for i, (active, source) in enumerate(pairs)}
     return PromptResult(
         prompt.id,
         prompt.tokens,
@@ -201,13 +220,31 @@ def _attribute_prompt(
         prompt.extra,
         prompt.truncated,
         lists,
-        layers,
+        tables,
     )
+
+
+def checked_table(task: LayerTask, tolerance: float) -> LayerTable:
+    """The table of one layer of one prompt; PromptError where it is not the model's, or not
+    finite."""
+    table = attribute_layer(task)
+    if not table.pattern_error <= tolerance:
+        raise PromptError(
+            f"the pattern of layer {table.layer} is off by {table.pattern_error:.1e} from the "
+            f"model's own; expected at most {tolerance:.0e}"
+        )
+    if name := non_finite_column(table):
+        raise PromptError(
+            f"non-finite numbers: {name} of layer {table.layer}; its activations are too large "
+            "for float32"
+        )
+    return table
 
 
 def layer_task(
     run: Run,
     layer_plan: LayerPlan,
+    weights: HeadWeights,
     prompt: Prompt,
     captured: PromptCapture,
     actives: Sequence[ActiveFeatures],
@@ -221,7 +258,7 @@ def layer_task(
         output = sources[layer_plan.output]
         reads = output.reads(captured, actives[layer_plan.output], run.config.read)
     return LayerTask(
-        run.model.family.head_weights(run.model.hf, layer),
+        weights,
         captured.layers[layer],
         basis.components(captured, actives[layer_plan.basis]),
         basis.directions,
@@ -329,8 +366,13 @@ def _selector(run: Run, layer: int, prompt: Prompt, flagged: NDArray[np.bool_]) 
 
 def _lists(active: ActiveFeatures, captured: PromptCapture, source: Any) -> ActiveLists:
     counted = ~swallow_attention(captured.resid[source.layer])
-    ptr, ids, acts = (part.cpu().numpy() for part in active)
+    ptr, ids, acts = (part.cpu().numpy() for part in (active.ptr, active.ids, active.acts))
     return ActiveLists(ptr, ids, acts, counted)
+
+
+def has_labels(source: Any) -> bool:
+    """Are there labels to copy into the store?"""
+    return source.about.labels is not None or source.about.kind == "unembed"
 
 
 def label_lines(source: Any, model: LoadedModel) -> str | None:

@@ -3,8 +3,9 @@ harmed."""
 
 import hashlib
 import json
+import operator
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -57,7 +58,7 @@ def read_texts(path: Path, *, paragraphs: bool = False) -> Texts:
     return _collect([_decoded(index, piece, read) for index, piece in enumerate(pieces)])
 
 
-def texts_from_memory(given: Sequence[str | Sequence[int]] | Mapping[str, Any]) -> Texts:
+def texts_from_memory(given: Sequence[Any] | Mapping[str, Any]) -> Texts:
     """Prompts handed over as strings, as lists of token ids, or as a tokenizer's padded batch.
 
     A batch is a mapping with `input_ids` and `attention_mask`; padding is taken off on either side.
@@ -75,7 +76,7 @@ def _paragraphs(content: bytes) -> list[bytes]:
 
 
 def _from_object(index: int, item: Any) -> RawPrompt | SetAside:
-    if isinstance(item, str):
+    if isinstance(item, str | bytes):
         return _from_record(index, {"text": item})
     try:
         tokens = [t if isinstance(t, bool) else operator.index(t) for t in item]
@@ -143,7 +144,9 @@ def _from_record(index: int, record: Any) -> RawPrompt | SetAside:
 
 def _from_text(index: int, text: Any, extra: dict[str, Any]) -> RawPrompt | SetAside:
     if not isinstance(text, str):
-        return SetAside(index, f"text is {_short(json.dumps(text))}; expected a string")
+        return SetAside(
+            index, f"text is {_short(json.dumps(text, default=repr))}; expected a string"
+        )
     # neither can be kept as text: half of a surrogate pair is no character, and HDF5 ends at NUL
     broken = re.search("[\ud800-\udfff\0]", text)
     if broken:

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from headattr.attribution.ov import (
     OutputSide,
+    OvHead,
     block_completeness,
-    in_head_space,
     output_side,
     ov_edges,
-    row_norms,
+    ov_head,
 )
 from headattr.attribution.qk import qk_edges, share_sums
 from headattr.attribution.sides import Projected, prepare, project
@@ -109,35 +109,21 @@ def _attribute_head(
     edges = task.select(head, pattern.double().cpu().numpy())
     q_all, k_all = (torch.from_numpy(pos).to(pattern.device) for pos in edges)
     own = (kept.Q[:, head], kept.K[:, group])
-    read = None if output is None else (in_head_space(output, weights.W_O[head]), row_norms(output))
+    writes = None if output is None else ov_head(weights, head, value, kept.V[:, group], output)
+    sizes = {"topk": task.topk, "top_marginals": task.top_marginals}
+    at_once = _edges_at_once(task, query, writes)
     qk, ov = [], []
-    for q_pos, k_pos in zip(
-        *(pos.split(_edges_at_once(task, query, read)) for pos in (q_all, k_all)), strict=True
-    ):
-        sizes = {"topk": task.topk, "top_marginals": task.top_marginals}
+    for q_pos, k_pos in zip(q_all.split(at_once), k_all.split(at_once), strict=True):
         qk.append(qk_edges(query, key, own, kept.scale, q_pos, k_pos, **sizes))
-        if output is not None and read is not None:
-            weight = pattern[q_pos, k_pos]
-            ov.append(
-                ov_edges(
-                    value,
-                    kept.V[:, group],
-                    weights.W_O[head],
-                    output,
-                    read,
-                    weight,
-                    q_pos,
-                    k_pos,
-                    **sizes,
-                )
-            )
+        if writes is not None:
+            ov.append(ov_edges(writes, pattern[q_pos, k_pos], q_pos, k_pos, **sizes))
     return {"q_pos": q_all, "k_pos": k_all, "pattern": pattern[q_all, k_all], "qk": qk, "ov": ov}
 
 
-def _edges_at_once(task: LayerTask, query: Projected, read: tuple[Tensor, Tensor] | None) -> int:
+def _edges_at_once(task: LayerTask, query: Projected, writes: OvHead | None) -> int:
     """Edges a chunk, so that the largest temporary stays within the budget."""
     slots, d_head = query.features.shape[1:]
-    wide = 0 if read is None else read[0].shape[-2]
+    wide = 0 if writes is None else writes.rows.shape[-2]
     an_edge = max(slots * max(slots, wide), (slots + wide) * d_head, 1)
     return max(1, task.chunk_numbers // an_edge)
 

@@ -19,6 +19,7 @@ from headattr.attribution.qk import relative
 from headattr.attribution.sides import Projected, strongest
 from headattr.basis.component import Reads
 from headattr.kernels.pair_topk.batched import PairTopK, pair_topk
+from headattr.model.head import HeadWeights
 
 _CHUNK = 1 << 24  # numbers of a temporary over all features of an output
 
@@ -55,31 +56,51 @@ def output_side(reads: Reads, *, every: bool) -> OutputSide:
     return OutputSide(reads, reads.rows[unique], inverse, False)
 
 
-def in_head_space(
-    output: OutputSide, W_O: Float[Tensor, "d_head d_model"]
-) -> Float[Tensor, "*pos slot d_head"]:
-    """W_O r_t: [pos, slot, d_head] over the active ones, or [feature, d_head] unscaled with
-    `every`."""
-    rows = output.rows @ W_O.T
-    if output.every:
-        return rows
-    return output.reads.active.padded(rows[output.inverse] * output.reads.scale[:, None])
+class OvHead(NamedTuple):
+    """What all edges of one head share."""
+
+    value: Projected
+    output: OutputSide
+    rows: Float[Tensor, "*pos slot d_head"]
+    """W_O r_t: [pos, slot, d_head] over the active ones; with `every` [feature, d_head], without
+    their scale."""
+    norms: Float[Tensor, "*pos slot"]
+    """|r_t|, laid out as `rows`."""
+    written: Float[Tensor, "pos slot"]
+    """|W_O W_V N_j[g]| of every value feature."""
+    own_written: Float[Tensor, "pos"]
+    """|W_O v_j| of the model's own value vector."""
+    missed: Float[Tensor, "pos d_head"]
+    """The sum of the value components less the model's own value vector."""
 
 
-def row_norms(output: OutputSide) -> Float[Tensor, "*pos slot"]:
-    """|r_t| in the layout of `in_head_space`."""
-    norms = output.rows.norm(dim=-1)
-    if output.every:
-        return norms
-    return output.reads.active.padded(norms[output.inverse] * output.reads.scale.abs())
+def ov_head(
+    weights: HeadWeights,
+    head: int,
+    value: Projected,
+    own_value: Float[Tensor, "pos d_head"],
+    output: OutputSide,
+) -> OvHead:
+    """Project the output features into one head, and measure what its values write."""
+    rows, norms = output.rows @ weights.W_O[head].T, output.rows.norm(dim=-1)
+    if not output.every:
+        reads, inverse = output.reads, output.inverse
+        rows = reads.active.padded(rows[inverse] * reads.scale[:, None])
+        norms = reads.active.padded(norms[inverse] * reads.scale.abs())
+    triangle = weights.triangles[head].T
+    return OvHead(
+        value,
+        output,
+        rows,
+        norms,
+        (value.features @ triangle).norm(dim=-1),
+        (own_value @ triangle).norm(dim=-1),
+        (value.kinds.sum(1) - own_value).to(rows.dtype),
+    )
 
 
 def ov_edges(
-    value: Projected,
-    own_value: Float[Tensor, "pos d_head"],
-    W_O: Float[Tensor, "d_head d_model"],
-    output: OutputSide,
-    heads: tuple[Tensor, Tensor],
+    head: OvHead,
     pattern: Float[Tensor, "edge"],
     q_pos: Int[Tensor, "edge"],
     k_pos: Int[Tensor, "edge"],
@@ -89,48 +110,32 @@ def ov_edges(
 ) -> OvEdges:
     """Attribute what the edges (q_pos, k_pos) of one head move.
 
-    `heads` are `in_head_space` and `row_norms` of the output. completeness = |sum_g (g -> t) - r_t
-    . w_ij| / (|r_t| |w_ij|), the worst over t, with w_ij from the model's own value vector.
+    completeness = |sum_g (g -> t) - r_t . w_ij| / (|r_t| |w_ij|), the worst over t, with w_ij from
+    the model's own value vector.
     """
-    read_rows, norms = heads
+    value, output = head.value, head.output
     if output.every:
         assert output.reads.pos_scale is not None
         scale = output.reads.pos_scale[q_pos]
-        R = read_rows.expand(len(q_pos), -1, -1)
-        n_o, size_r = torch.full_like(q_pos, len(read_rows)), norms * scale[:, None].abs()
+        R = head.rows.expand(len(q_pos), -1, -1)
+        n_o, size_r = torch.full_like(q_pos, len(head.rows)), head.norms * scale[:, None].abs()
     else:
         scale = torch.ones_like(pattern)
-        R, n_o, size_r = read_rows[q_pos], output.reads.active.counts[q_pos], norms[q_pos]
+        R, size_r = head.rows[q_pos], head.norms[q_pos]
+        n_o = output.reads.active.counts[q_pos]
     weight = (pattern * scale)[:, None]
     n_v = value.counts[k_pos]
     pairs = pair_topk(weight[:, None] * value.features[k_pos], R, n_v, n_o, topk)
     reads = weight * einsum(R, value.whole[k_pos], "edge o d, edge d -> edge o")
-    missed = (value.kinds.sum(1) - own_value).to(R.dtype)
-    gap = einsum(R, missed[k_pos], "edge o d, edge d -> edge o")
-    size = size_r * (own_value[k_pos] @ W_O).norm(dim=-1)[:, None]
-    worst = relative((gap * scale[:, None]).abs(), size)
-    v_norms, v_top = strongest(pattern[:, None] * _written(value, W_O, k_pos), n_v, top_marginals)
+    gap = einsum(R, head.missed[k_pos], "edge o d, edge d -> edge o") * scale[:, None]
+    worst = relative(gap.abs(), size_r * head.own_written[k_pos, None])
+    v_norms, v_top = strongest(pattern[:, None] * head.written[k_pos], n_v, top_marginals)
     o_reads, o_top = strongest(reads, n_o, top_marginals)
     kept = R.gather(1, o_top.clamp(min=0).long()[..., None].expand(-1, -1, R.shape[-1]))
     kinds = value.kinds[k_pos].to(R.dtype)
     o_totals = einsum(weight[:, 0], kept, kinds, "edge, edge o d, edge kind d -> edge o kind")
-    return OvEdges(
-        pairs,
-        worst.amax(1) if worst.shape[1] else worst.new_zeros(len(q_pos)),
-        v_norms,
-        v_top,
-        o_reads,
-        o_top,
-        o_totals.masked_fill((o_top < 0)[..., None], 0),
-    )
-
-
-def _written(
-    value: Projected, W_O: Float[Tensor, "d_head d_model"], k_pos: Int[Tensor, "edge"]
-) -> Float[Tensor, "edge slot"]:
-    """|W_O W_V N_j[g]| of every value feature of each edge, by the triangle of W_O W_O^T."""
-    triangle = torch.linalg.qr(W_O.T, mode="r").R
-    return (value.features @ triangle.T).norm(dim=-1)[k_pos]
+    o_totals = o_totals.masked_fill((o_top < 0)[..., None], 0)
+    return OvEdges(pairs, worst.amax(1), v_norms, v_top, o_reads, o_top, o_totals)
 
 
 def block_completeness(

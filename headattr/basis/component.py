@@ -8,16 +8,21 @@ that a dictionary whose parts are far larger than x_i (a poor one, or a position
 attention) still adds up.
 """
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple, Protocol
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from headattr.errors import DictionaryError
 from headattr.model.capture import PromptCapture
 
 
-class ActiveFeatures(NamedTuple):
+@dataclass(frozen=True)
+class ActiveFeatures:
     """Which features are active where: CSR by position, ids ascending within a position."""
 
     ptr: Int[Tensor, "pos_plus_1"]
@@ -25,24 +30,25 @@ class ActiveFeatures(NamedTuple):
     acts: Float[Tensor, "active"]
     """The dictionary's own activation."""
 
-    @property
+    @cached_property
     def counts(self) -> Int[Tensor, "pos"]:
         """How many features each position has."""
         return self.ptr.diff()
 
-    @property
+    @cached_property
     def positions(self) -> Int[Tensor, "active"]:
         """The position of each entry."""
         return torch.arange(len(self.counts), device=self.ids.device).repeat_interleave(self.counts)
 
-    @property
+    @cached_property
     def slots(self) -> Int[Tensor, "active"]:
         """The index of each entry within its position's list."""
         return torch.arange(len(self.ids), device=self.ids.device) - self.ptr[self.positions]
 
     def padded(self, rows: Float[Tensor, "active *rest"]) -> Float[Tensor, "pos slot *rest"]:
-        """Per-entry rows laid out by position and slot, zeros behind each position's last."""
-        width = int(self.counts.max()) if len(self.counts) else 0
+        """Per-entry rows laid out by position and slot, zeros behind each position's last; one
+        slot at least."""
+        width = max(1, int(self.counts.max())) if len(self.counts) else 1
         out = rows.new_zeros(len(self.counts), width, *rows.shape[1:])
         out[self.positions, self.slots] = rows
         return out
@@ -127,6 +133,19 @@ def active_of(acts: Float[Tensor, "pos d_sae"]) -> ActiveFeatures:
     counts = torch.bincount(positions, minlength=len(acts))
     ptr = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
     return ActiveFeatures(ptr, ids, acts[positions, ids])
+
+
+def check_numbers(named: Mapping[str, Tensor], where: str) -> None:
+    """Refuse tensors that are not finite floating-point numbers, naming the first."""
+    for name, tensor in sorted(named.items()):
+        if not tensor.dtype.is_floating_point:
+            raise DictionaryError(
+                f"{where}: {name} is packed as {tensor.dtype}; expected floating-point numbers"
+            )
+        # a threshold of infinity is a feature that never fires
+        broken = tensor.isnan() if name == "threshold" else ~tensor.isfinite()
+        if bool(broken.any()):
+            raise DictionaryError(f"{where}: {name} holds non-finite numbers; expected finite ones")
 
 
 def sum_dtype(device: torch.device) -> torch.dtype:

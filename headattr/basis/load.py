@@ -62,7 +62,7 @@ def _load(model: LoadedModel, spec: SourceSpec, role: Literal["basis", "output"]
         return plain_basis(spec.target, spec.layer, **fit)
     if isinstance(spec.target, Path):
         return load_sae(spec.target, spec.layer, **fit)
-    if hasattr(spec.target, "encode") and hasattr(spec.target, "W_dec"):
+    if callable(getattr(getattr(spec.target, "cfg", None), "architecture", None)):
         return from_object(spec.target, spec.layer, **fit)
     raise UsageError(
         f"--{role} at layer {spec.layer}: found a {type(spec.target).__name__}; expected a "

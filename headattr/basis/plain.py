@@ -14,6 +14,7 @@ from headattr.basis.component import (
     Reads,
     SourceInfo,
     active_of,
+    check_numbers,
     decompose,
 )
 from headattr.errors import DictionaryError
@@ -25,10 +26,12 @@ from headattr.model.load import hash_tensors
 class PlainDictionary:
     """What a user hands in: directions, a bias, and the activations of every prompt of the run."""
 
-    directions: Float[Tensor, "features d_model"]
-    activations: Sequence[Float[Tensor, "pos features"]]
-    """One tensor a prompt, in the order of the prompts."""
-    bias: Float[Tensor, "d_model"] | None = None
+    directions: Tensor
+    """[features, d_model]"""
+    activations: Sequence[Tensor]
+    """One tensor [pos, features] a prompt, in the order of the prompts."""
+    bias: Tensor | None = None
+    """[d_model]; None is zero."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,7 @@ class PlainBasis:
     layer: int
     directions: Float[Tensor, "features d_model"]
     bias: Float[Tensor, "d_model"]
-    activations: Sequence[Float[Tensor, "pos features"]]
+    activations: Sequence[Tensor]
     about: SourceInfo
 
     def active(self, prompt: PromptCapture) -> ActiveFeatures:
@@ -83,12 +86,15 @@ def plain_basis(
         raise DictionaryError(
             f"plain directions are {tuple(plain.directions.shape)}; expected (features, {d_model})"
         )
+    if plain.bias is not None and plain.bias.shape != (d_model,):
+        raise DictionaryError(f"the plain bias is {tuple(plain.bias.shape)}; expected ({d_model},)")
     directions = plain.directions.to(device, dtype)
     bias = (
         torch.zeros(d_model, dtype=dtype, device=device)
         if plain.bias is None
         else plain.bias.to(directions)
     )
+    check_numbers({"directions": directions, "bias": bias}, "plain directions")
     named = {"directions": plain.directions, "bias": bias}
     named |= {f"activations.{i:06d}": a for i, a in enumerate(plain.activations)}
     about = SourceInfo(

@@ -7,7 +7,7 @@ scale_i and mean_i undo what the dictionary does to its input: a fixed factor
 """
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +21,7 @@ from headattr.basis.component import (
     Reads,
     SourceInfo,
     active_of,
+    check_numbers,
     decompose,
 )
 from headattr.basis.formats import saelens
@@ -85,7 +86,8 @@ class SaeBasis:
         if self.config.centred:
             x = x - x.mean(-1, keepdim=True)
         with torch.no_grad():
-            return self.sae.encode(x * self.config.input_scale)
+            acts = self.sae.encode(x * self.config.input_scale)
+        return acts.to_dense() if acts.is_sparse else acts
 
     def _frame(self, x: Float[Tensor, "pos d_model"]) -> _Frame:
         kind, factor = self.config.fields["normalize_activations"], self.config.input_scale
@@ -136,7 +138,7 @@ def load_sae(
     about = _about(
         config, layer, folder.name, str(folder), digest, str(labels) if labels.exists() else None
     )
-    return SaeBasis(layer, sae, config, about)
+    return _with_convention(SaeBasis(layer, sae, config, about))
 
 
 def from_object(
@@ -152,9 +154,22 @@ def from_object(
     name = type(sae).__name__
     config = saelens.interpret(raw, Path(name))
     check_fit(config, layer, d_model, name)
-    digest = hash_tensors(sae.state_dict().items(), repr(sorted(config.fields.items())))
+    check_numbers(sae.state_dict(), name)
+    settings = (sorted(config.fields.items()), config.input_scale, config.centred)
+    digest = hash_tensors(sae.state_dict().items(), repr(settings))
     sae = copy.deepcopy(sae).to(device=device, dtype=dtype).eval()
-    return SaeBasis(layer, sae, config, _about(config, layer, name, None, digest, None))
+    about = _about(config, layer, name, None, digest, None)
+    return _with_convention(SaeBasis(layer, sae, config, about))
+
+
+def _with_convention(basis: SaeBasis) -> SaeBasis:
+    """The basis, with a record of what an activation of 1 stands for."""
+    norms = basis.directions.norm(dim=-1)
+    low, high = float(norms.min()), float(norms.max())
+    unit = 0.999 < low <= high < 1.001
+    size = "norm 1" if unit else f"norms {low:.3g} to {high:.3g} (not folded)"
+    said = f"activations multiply decoder rows of {size}"
+    return replace(basis, about=basis.about._replace(assumed=(*basis.about.assumed, said)))
 
 
 def check_fit(config: saelens.SaeConfig, layer: int, d_model: int | None, where: str) -> None:

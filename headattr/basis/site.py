@@ -5,10 +5,12 @@ import re
 from headattr.errors import DictionaryError
 
 _BLOCK_INPUT = re.compile(
-    r"^(?:blocks\.(\d+)\.hook_resid_pre|hidden_states\[(\d+)\]|hidden_states\.(\d+))$"
+    r"^(?:blocks\.(\d+)\.hook_resid_pre|hidden_states\[(\d+)\]|hidden_states\.(\d+)|"
+    r"(?:model\.|transformer\.|gpt_neox\.)?(?:layers|h)\.(\d+)\.input)$"
 )
 _BLOCK_OUTPUT = re.compile(
-    r"^(?:blocks\.(\d+)\.hook_resid_post|(?:model\.|transformer\.|gpt_neox\.)?(?:layers|h|blocks)\.(\d+))$"
+    r"^(?:blocks\.(\d+)\.hook_resid_post|"
+    r"(?:model\.|transformer\.|gpt_neox\.)?(?:layers|h|blocks)\.(\d+)(?:\.output)?)$"
 )
 
 

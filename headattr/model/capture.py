@@ -5,21 +5,18 @@ query, key and value vectors (after biases and rotary), its scale and some rows 
 hooks keep the residual stream. Nothing here knows a family.
 """
 
-import sys
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from contextvars import ContextVar
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
-from headattr.errors import HeadattrError, PromptError
+from headattr.errors import HeadattrError, PromptError, ProofError
 from headattr.model.head import Rotary
 from headattr.model.load import LoadedModel
+from headattr.model.tap import Tap, evaluating, keep_float64, tapped
 
 CHECKED_ROWS = 8
 
@@ -50,16 +47,6 @@ class PromptCapture(NamedTuple):
     resid: dict[int, Float[Tensor, "pos d_model"]]
     """The residual stream at the asked sites: key L is resid_pre of layer L, n_layers the last
     output."""
-
-
-@dataclass
-class _Tap:
-    layers: frozenset[int]
-    query_rows: Tensor
-    found: dict[int, dict[str, Any]] = field(default_factory=dict)
-
-
-_TAP: ContextVar[_Tap] = ContextVar("headattr_tap")
 
 
 def pad(
@@ -161,16 +148,18 @@ def _forward(
     layers: frozenset[int],
     sites: frozenset[int],
     rows: Tensor,
-) -> tuple[_Tap, dict[int, Tensor]]:
+) -> tuple[Tap, dict[int, Tensor]]:
     resid: dict[int, Tensor] = {}
-    tap = _Tap(layers, rows.to(model.device))
+    tap = Tap(layers, rows.to(model.device))
     modules = model.layers
     _reset_rotary(model)
     mask = mask.to(model.device)
     with ExitStack() as stack:
-        stack.enter_context(_tapped(model, tap))
+        stack.callback(_reset_rotary, model)
+        stack.enter_context(tapped(model.hf, tap))
+        stack.enter_context(evaluating(model.hf))
         if model.dtype == torch.float64:
-            stack.enter_context(_KeepFloat64())
+            stack.enter_context(keep_float64())
         for layer in layers | {site for site in sites if site < len(modules)}:
             hook = modules[layer].register_forward_pre_hook(
                 _keep_input(resid, layer), with_kwargs=True
@@ -198,7 +187,7 @@ def _forward(
 
 def _keep_input(resid: dict[int, Tensor], site: int) -> Any:
     def hook(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        resid[site] = args[0] if args else kwargs["hidden_states"]
+        resid[site] = (args[0] if args else kwargs["hidden_states"]).detach()
 
     return hook
 
@@ -210,14 +199,14 @@ def _keep_output(resid: dict[int, Tensor], site: int) -> Any:
     return hook
 
 
-def _keep_rotary(tap: _Tap, layer: int) -> Any:
+def _keep_rotary(tap: Tap, layer: int) -> Any:
     def hook(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         tap.found.setdefault(layer, {})["rotary"] = kwargs.get("position_embeddings")
 
     return hook
 
 
-def _keep_block(tap: _Tap, layer: int) -> Any:
+def _keep_block(tap: Tap, layer: int) -> Any:
     def hook(module: Any, args: Any, output: Any) -> None:
         tap.found.setdefault(layer, {})["block"] = (
             output[0] if isinstance(output, tuple) else output
@@ -226,53 +215,16 @@ def _keep_block(tap: _Tap, layer: int) -> Any:
     return hook
 
 
-@contextmanager
-def _tapped(model: LoadedModel, tap: _Tap) -> Iterator[None]:
-    """Run the model's own eager attention through the tap; put its attention back afterwards."""
-    from transformers import AttentionInterface
-    from transformers.masking_utils import AttentionMaskInterface, eager_mask
-
-    AttentionInterface.register("headattr", _eager_with_tap)
-    AttentionMaskInterface.register("headattr", eager_mask)
-    before = model.config._attn_implementation
-    token = _TAP.set(tap)
-    try:
-        model.hf.set_attn_implementation("headattr")
-        yield
-    finally:
-        model.hf.set_attn_implementation(before)
-        _TAP.reset(token)
-
-
-def _eager_with_tap(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    **kwargs: Any,
-) -> tuple[Tensor, Tensor | None]:
-    eager = sys.modules[type(module).__module__].eager_attention_forward
-    output, pattern = eager(module, query, key, value, attention_mask, **kwargs)
-    tap = _TAP.get()
-    if module.layer_idx in tap.layers:
-        scaling = kwargs.get("scaling")
-        batch = torch.arange(len(pattern), device=pattern.device)[:, None]
-        tap.found.setdefault(module.layer_idx, {}).update(
-            Q=query,
-            K=key,
-            V=value,
-            scale=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
-            pattern=pattern[batch, :, tap.query_rows].transpose(1, 2),
-        )
-    return output, None
-
-
 def _layer_of(
-    tap: _Tap, layer: int, resid: Tensor, index: int, span: slice, rows: Tensor
+    tap: Tap, layer: int, resid: Tensor, index: int, span: slice, rows: Tensor
 ) -> LayerCapture:
-    found = tap.found[layer]
-    rotary = found["rotary"]
+    found = tap.found.get(layer, {})
+    if not {"Q", "block"} <= found.keys():
+        raise ProofError(
+            f"the attention of layer {layer} does not run through transformers' attention "
+            "interface; expected the family's own forward, this model is changed and is refused"
+        )
+    rotary = found.get("rotary")
     if rotary is not None:
         cos, sin = (part[index if len(part) > 1 else 0, span] for part in rotary)
         rotary = Rotary(cos, sin)
@@ -296,9 +248,11 @@ def _non_finite(result: PromptCapture) -> PromptError | None:
     for layer, kept in sorted(result.layers.items()):
         for name, value in (
             ("resid_pre", kept.resid_pre),
+            ("the squared norm of resid_pre", kept.resid_pre.square().sum(-1, keepdim=True)),
             ("Q", kept.Q),
             ("K", kept.K),
             ("V", kept.V),
+            ("the attention output", kept.block),
         ):
             if not value.isfinite().all():
                 pos = int((~value.isfinite()).flatten(1).any(1).nonzero()[0])
@@ -318,24 +272,3 @@ def _reset_rotary(model: LoadedModel) -> None:
         if hasattr(module, "original_inv_freq"):
             module.register_buffer("inv_freq", module.original_inv_freq.clone(), persistent=False)
             module.max_seq_len_cached = module.original_max_seq_len
-
-
-class _KeepFloat64(TorchFunctionMode):
-    """Hugging Face computes norms, softmax and rotary angles in float32 even in a float64 model;
-    not here."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        double = bool(args) and isinstance(args[0], Tensor) and args[0].dtype == torch.float64
-        if double and func is Tensor.float:
-            return args[0]
-        if double and func in (
-            Tensor.to,
-            torch.softmax,
-            torch.nn.functional.softmax,
-            Tensor.softmax,
-        ):
-            args = tuple(torch.float64 if arg is torch.float32 else arg for arg in args)
-            if kwargs.get("dtype") is torch.float32:
-                kwargs["dtype"] = torch.float64
-        return func(*args, **kwargs)

@@ -78,7 +78,8 @@ def family_of(model: Any) -> Family:
 
     Raises UnsupportedModelError, naming the class and what is supported, for every other model.
     """
-    found, model_type = type(model).__name__, getattr(model.config, "model_type", None)
+    found = type(model).__name__
+    model_type = getattr(getattr(model, "config", None), "model_type", None)
     for family in families():
         if model_type == family.model_type and found == family.model_class:
             if reason := family.refuse(model.config):

@@ -122,6 +122,14 @@ class HeadWeights:
             "value": constant(self.W_V) + self.b_V,
         }
 
+    @cached_property
+    def triangles(self) -> Float[Tensor, "head d_head d_head"]:
+        """T with T^T T = W_O W_O^T of each head: |v W_O| = |T v|, without going through d_model."""
+        W_O = self.W_O.to(self.folded["value"].dtype)
+        gram = torch.linalg.eigh(W_O @ W_O.transpose(1, 2))
+        roots = gram.eigenvalues.clamp(min=0).sqrt()
+        return (roots[..., None] * gram.eigenvectors.transpose(1, 2)).to(self.W_O.dtype)
+
     def vectors(
         self,
         side: Side,

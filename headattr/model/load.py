@@ -15,12 +15,22 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from headattr.errors import HeadattrError, UnsupportedModelError
-from headattr.model.embedded import cache_folder, embedded_folder
+from headattr.errors import HeadattrError, UnsupportedModelError, UsageError
 from headattr.model.family import Family, family_of
-from headattr.model.weights_file import check_safetensors
+from headattr.model.files import from_files
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
+_NO_NUMBERS = {
+    "_name_or_path",
+    "architectures",
+    "dtype",
+    "output_attentions",
+    "output_hidden_states",
+    "return_dict",
+    "transformers_version",
+    "use_cache",
+}
+"""Keys of a configuration that change no number."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +38,7 @@ class LoadedModel:
     """A Hugging Face model with its family, its tokenizer and what was assumed about it."""
 
     hf: Any
-    """The model, in eval mode and in `dtype`."""
+    """The model, in `dtype`; a capture puts it in eval mode for as long as it takes."""
     family: Family
     tokenizer: Any | None
     name: str
@@ -68,8 +78,10 @@ class LoadedModel:
 
     @property
     def context(self) -> int:
-        """The longest prompt, in tokens."""
-        return self.config.max_position_embeddings
+        """The longest prompt, in tokens; dynamic rotary scaling stretches it by its factor."""
+        rotary = getattr(self.config, "rope_parameters", None) or {}
+        stretch = rotary.get("factor", 1) if rotary.get("rope_type") == "dynamic" else 1
+        return int(self.config.max_position_embeddings * stretch)
 
     @property
     def vocabulary(self) -> int:
@@ -77,8 +89,14 @@ class LoadedModel:
         return len(self.family.embedding(self.hf).W_E)
 
     def hash(self) -> str:
-        """SHA-256 over names, types, shapes and bytes of all tensors, and the tokenizer."""
-        return hash_tensors(self.hf.state_dict().items(), tokenizer_text(self.tokenizer))
+        """SHA-256 over names, types, shapes and bytes of all tensors, the configuration and the
+        tokenizer; the same for a folder and for its model in memory."""
+        config = {k: v for k, v in self.config.to_dict().items() if k not in _NO_NUMBERS}
+        return hash_tensors(
+            self.hf.state_dict().items(),
+            json.dumps(config, sort_keys=True, default=str),
+            tokenizer_text(self.tokenizer),
+        )
 
 
 def load_model(
@@ -90,23 +108,30 @@ def load_model(
 ) -> LoadedModel:
     """Load `model`, a Hugging Face object, folder, hub id, `.gguf` file, `demo` or `smollm2`.
 
-    An object in another dtype is copied, never changed. Raises UnsupportedModelError for a family
-    that has no proven adapter or for weights that are packed, HeadattrError for files that are
-    missing or broken.
+    An object in another dtype or on another device is copied, never changed. Raises
+    UnsupportedModelError for a family that has no proven adapter or for weights that are packed,
+    HeadattrError for files that are missing or broken.
     """
+    _check_device(device)
     if isinstance(model, nn.Module):
+        family = family_of(model)
         hf, notes = _converted(model, DTYPES[dtype])
         name = type(model).__name__
-    else:
-        hf, tokenizer, notes = _from_files(str(model), tokenizer, DTYPES[dtype])
+    elif isinstance(model, str | Path):
+        hf, tokenizer, notes = from_files(str(model), tokenizer, DTYPES[dtype])
+        family = family_of(hf.eval())
         name = str(model)
-    family = family_of(hf)
+    else:
+        raise UnsupportedModelError(
+            f"found {type(model).__name__!r}; expected a Hugging Face model in memory, a folder, "
+            "a hub id, a .gguf file or a name"
+        )
     _refuse_packed(hf)
-    if device == "auto" and not isinstance(model, nn.Module):
+    if device == "auto" and hf is not model:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device != "auto":
-        hf = hf.to(device)
-    return LoadedModel(hf.eval(), family, tokenizer, name, tuple(notes))
+    if device != "auto" and torch.device(device).type != next(hf.parameters()).device.type:
+        hf = (copy.deepcopy(hf) if hf is model else hf).to(device)
+    return LoadedModel(hf, family, tokenizer, name, tuple(notes))
 
 
 def hash_tensors(named: Iterable[tuple[str, Tensor]], *texts: str) -> str:
@@ -138,113 +163,35 @@ def _converted(model: nn.Module, dtype: torch.dtype) -> tuple[nn.Module, list[st
     wanted = str(dtype).removeprefix("torch.")
     if found == {wanted}:
         return model, []
-    return copy.deepcopy(model).to(dtype), [
-        f"the {'/'.join(sorted(found))} model runs as a {wanted} copy"
-    ]
+    copied = copy.deepcopy(model).to(dtype)
+    for before, module in zip(model.modules(), copied.modules(), strict=True):
+        frequencies = getattr(before, "original_inv_freq", None)
+        if frequencies is not None and frequencies.dtype.itemsize < 4:
+            _compute_rotary_again(module)
+    return copied, [f"the {'/'.join(sorted(found))} model runs as a {wanted} copy"]
 
 
-def _from_files(name: str, tokenizer: Any | None, dtype: torch.dtype) -> tuple[Any, Any, list[str]]:
-    folder, gguf = _locate(name)
-    from transformers import AutoModelForCausalLM, AutoTokenizer, logging
-
-    logging.disable_progress_bar()
-    options: dict[str, Any] = {}
-    notes: list[str] = []
-    if gguf:
-        options["gguf_file"] = gguf
-        quantization = {"quantization_config": _gguf_config()}
-        notes.append(
-            f"the GGUF weights of {gguf} run dequantised, as {str(dtype).removeprefix('torch.')}"
-        )
-    else:
-        quantization = {}
-        stored = _stored_dtype(folder)
-        if stored and stored != str(dtype).removeprefix("torch."):
-            notes.append(
-                f"the {stored} checkpoint runs as a {str(dtype).removeprefix('torch.')} copy"
-            )
-    try:
-        hf = AutoModelForCausalLM.from_pretrained(
-            folder,
-            dtype=dtype,
-            attn_implementation="eager",
-            use_safetensors=None if gguf else True,
-            **options,
-            **quantization,
-        )
-        tokenizer = tokenizer or AutoTokenizer.from_pretrained(folder, **options)
-    except (OSError, ValueError, ImportError) as error:
-        first = str(error).strip().splitlines()[0]
-        raise HeadattrError(
-            f"cannot load the model {name!r}: {first}; expected a folder with config.json and "
-            ".safetensors "
-            "weights, a .gguf file, a hub id, or one of: demo, smollm2"
-        ) from error
-    moved: Any = hf
-    return moved.to(dtype), tokenizer, notes
-
-
-def _locate(name: str) -> tuple[str, str | None]:
-    """Folder or hub id, and the GGUF file in it if that is what was named."""
-    if name == "demo":
-        return str(embedded_folder() / "demo" / "model"), None
-    if name == "smollm2":
-        folder = cache_folder() / "smollm2"
-        if not (folder / "config.json").exists():
-            raise HeadattrError(f"smollm2 is not in {cache_folder()}; run `make smollm2` once")
-        return str(folder), None
-    path = Path(name).expanduser()
-    if path.suffix == ".gguf":
-        if not path.is_file():
-            raise HeadattrError(f"no such file: {path}; expected a GGUF model")
-        return str(path.parent), path.name
-    if path.is_dir():
-        _check_folder(path)
-        return str(path), None
-    if path.exists() or name.startswith((".", "/", "~")):
-        raise HeadattrError(
-            f"{name} is not a model folder; expected one with config.json, or a .gguf file"
-        )
-    return name, None
-
-
-def _check_folder(folder: Path) -> None:
-    if not (folder / "config.json").exists():
-        raise HeadattrError(f"{folder} has no config.json; expected a Hugging Face model folder")
-    weights = sorted(folder.glob("*.safetensors"))
-    if not weights:
-        found = ", ".join(sorted(p.name for p in folder.iterdir())) or "nothing"
-        raise HeadattrError(
-            f"{folder} has no .safetensors weights (found: {found}); convert them first"
-        )
-    for path in weights:
-        check_safetensors(path)
-
-
-def _stored_dtype(folder: str) -> str | None:
-    path = Path(folder) / "config.json"
-    if not path.exists():
-        return None
-    config = json.loads(path.read_text(encoding="utf-8"))
-    return config.get("dtype") or config.get("torch_dtype")
-
-
-def _gguf_config() -> Any:
-    try:
-        import accelerate  # noqa: F401
-        import gguf  # noqa: F401
-        from transformers import GgufConfig
-    except ImportError as error:
-        raise HeadattrError(
-            f"a GGUF file needs the packages gguf and accelerate ({error}); install headattr[gguf]"
-        ) from error
-    return GgufConfig(dequantize=True)
+def _compute_rotary_again(module: Any) -> None:
+    """Replace frequencies that a cast of the whole model has rounded (0.4 % in bfloat16)."""
+    for name, exact in type(module)(module.config).named_buffers():
+        module.register_buffer(name, exact.to(getattr(module, name)), persistent=False)
 
 
 def _refuse_packed(hf: nn.Module) -> None:
     for name, parameter in hf.named_parameters():
+        if parameter.is_meta:
+            raise HeadattrError(f"{name} is on the meta device; expected loaded weights")
         if not parameter.dtype.is_floating_point:
             raise UnsupportedModelError(
                 f"{name} is packed as {parameter.dtype}; expected plain floating-point "
                 "weights: dequantise first"
             )
+
+
+def _check_device(device: str) -> None:
+    try:
+        kind = torch.device("cpu" if device == "auto" else device).type
+    except RuntimeError as error:
+        raise UsageError(f"--device {device}: expected cpu, cuda or auto") from error
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise UsageError(f"--device {device}: torch sees no GPU here; use --device cpu")

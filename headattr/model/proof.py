@@ -4,6 +4,7 @@ Errors: scores relative to scale |Q_i| |K_j|, pattern absolute, block outputs re
 norm.
 """
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -28,17 +29,22 @@ class Errors(NamedTuple):
 
     @property
     def worst(self) -> float:
-        """The largest of the three."""
-        return max(self)
+        """The largest of the three; NaN if one is."""
+        return math.nan if any(map(math.isnan, self)) else max(self)
 
 
 def prove(model: LoadedModel, layers: Sequence[int] | None = None) -> Errors:
     """Rebuild scores, pattern and block outputs of two random prompts of unequal length.
 
     `layers`: which; None is all. Raises ProofError, naming the layer and the error, above 1e-5
-    (float32) or 1e-9 (float64).
+    (float32) or 1e-9 (float64), or where a weight is not finite.
     """
     layers = range(len(model.layers)) if layers is None else layers
+    for name, parameter in model.hf.named_parameters():
+        if not bool(parameter.isfinite().all()):
+            raise ProofError(
+                f"{model.name}: {name} holds non-finite numbers; the weights are broken"
+            )
     generator = torch.Generator().manual_seed(0)
     lengths = [min(length, model.context) for length in PROOF_LENGTHS]
     prompts = [torch.randint(model.vocabulary, (n,), generator=generator).tolist() for n in lengths]

@@ -50,7 +50,9 @@ def decide_bos(tokenizer: Any | None, asked: str, declared: dict[str, bool]) -> 
             f"{'with' if trained else 'without'} BOS "
             f"({', '.join(declared)}); use --bos auto"
         )
-    bos_id = None if tokenizer is None else tokenizer.bos_token_id
+    if tokenizer is None:
+        return Bos(False, None, "there is no tokenizer: token ids are taken as they are")
+    bos_id = tokenizer.bos_token_id
     if asked != "auto":
         prepend, why = asked == "yes", f"--bos {asked}"
     elif trained is not None:
@@ -59,10 +61,9 @@ def decide_bos(tokenizer: Any | None, asked: str, declared: dict[str, bool]) -> 
             f"the dictionaries were trained {'with' if trained else 'without'} it",
         )
     else:
-        ids = [] if tokenizer is None else tokenizer("a").input_ids
-        prepend = bos_id is not None and ids[:1] == [bos_id]
-        why = "as the tokenizer does" if tokenizer is not None else "no tokenizer"
-    if prepend and bos_id is None and tokenizer is not None:
+        prepend = bos_id is not None and tokenizer("a").input_ids[:1] == [bos_id]
+        why = "as the tokenizer does"
+    if prepend and bos_id is None:
         raise HeadattrError(
             f"BOS is asked for ({why}), but the tokenizer has no BOS token; use --bos no"
         )
@@ -116,6 +117,7 @@ class _TokenTexts:
         backend = getattr(tokenizer, "backend_tokenizer", None)
         decoder = "" if backend is None or backend.decoder is None else str(backend.decoder)
         self.bytes = _byte_alphabet() if "ByteLevel" in decoder else None
+        self.added = getattr(tokenizer, "added_tokens_decoder", {})
 
     def __call__(self, token: int) -> str:
         if token not in self.cache:
@@ -128,16 +130,19 @@ class _TokenTexts:
         piece = self.tokenizer.convert_ids_to_tokens(token)
         if piece is None:
             return f"<{token}>"
+        if token in self.added:
+            return _readable(piece.encode())
         if self.bytes is not None and all(character in self.bytes for character in piece):
             return _readable(bytes(self.bytes[character] for character in piece))
-        return piece.replace("\u2581", " ")
+        return _readable(piece.replace("\u2581", " ").encode())
 
 
 def _readable(data: bytes) -> str:
-    """UTF-8 text, with bytes that are no character alone as <0xF0>."""
+    """UTF-8 text; bytes that are no character alone, and NUL, which ends texts in HDF5, as
+    <0xF0>."""
     return re.sub(
-        "[\udc80-\udcff]",
-        lambda match: f"<0x{ord(match[0]) - 0xDC00:02X}>",
+        "[\0\udc80-\udcff]",
+        lambda match: f"<0x{ord(match[0]) & 0xFF:02X}>",
         data.decode("utf-8", "surrogateescape"),
     )
 

@@ -5,10 +5,12 @@ from pathlib import Path
 
 from headattr.errors import HeadattrError
 
+_TORCH_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
-def check_safetensors(path: Path) -> dict[str, list[int]]:
-    """The shape of every tensor in `path`; raises HeadattrError with both sizes if it is not
-    whole."""
+
+def check_safetensors(path: Path) -> set[str]:
+    """The types of the tensors in `path`, as torch names them; raises HeadattrError with both
+    sizes if it is not whole."""
     actual = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -19,6 +21,7 @@ def check_safetensors(path: Path) -> dict[str, list[int]]:
         try:
             header = json.loads(file.read(length))
             tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
+            types = {str(entry["dtype"]) for entry in tensors.values()}
             required = 8 + length + max((e["data_offsets"][1] for e in tensors.values()), default=0)
         except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
             raise HeadattrError(
@@ -30,4 +33,4 @@ def check_safetensors(path: Path) -> dict[str, list[int]]:
             "appended to; "
             "copy it again"
         )
-    return {name: entry["shape"] for name, entry in tensors.items()}
+    return {_TORCH_NAMES.get(name, name) for name in types}

@@ -9,8 +9,17 @@ from numpy.typing import NDArray
 
 from headattr.config import canonical_hash
 from headattr.errors import StoreError
-from headattr.store.format import decode_slots, file_hash, shard_name, split_keys
-from headattr.store.reader import Shard, Store
+from headattr.store.format import (
+    LABELS,
+    SHARDS,
+    decode_slots,
+    file_hash,
+    shard_name,
+    split_keys,
+)
+from headattr.store.manifest import content_hash
+from headattr.store.reader import Store
+from headattr.store.shard import Shard
 
 TOLERANCE = {"float32": 1e-5, "float64": 1e-9}
 _TOTALS_ROUNDING = 4e-6  # float32 rounding of a sum of totals, relative to the sum of their sizes
@@ -31,16 +40,7 @@ def check(store: Store) -> dict[str, Any]:
     file.
     """
     found = _Found([], [], [], [], list(store.problems))
-    if store.manifest["hash"] != canonical_hash(store.manifest["identity"]):
-        found.problems.append(
-            "manifest.json was changed: its hash is not that of its configuration"
-        )
-    done = {shard.sidecar["shard"] for shard in store.shards}
-    named = " ".join(found.problems)
-    for entry in store.manifest["shards"]:
-        name = f"shards/{shard_name(entry['index'])}.h5"
-        if entry["index"] not in done and name not in named:
-            found.problems.append(f"{name} is not finished: run the same command again")
+    found.problems.extend(_manifest_problems(store))
     edges = 0
     for shard in store.shards:
         name = f"shards/{shard.path.name}"
@@ -50,10 +50,12 @@ def check(store: Store) -> dict[str, Any]:
             )
             continue
         try:
-            edges += sum(
-                _check_layer(shard, plan, name, found) for plan in store.manifest["layers"]
-            )
-        except (StoreError, KeyError, OSError, IndexError, ValueError) as error:
+            with shard.reading():
+                found.problems.extend(_sidecar_problems(shard, store.manifest, name))
+                edges += sum(
+                    _check_layer(shard, plan, name, found) for plan in store.manifest["layers"]
+                )
+        except StoreError as error:
             found.problems.append(f"{name} is damaged: {error}")
     _check_errors(found, TOLERANCE[store.manifest["config"]["dtype"]])
     return {
@@ -69,6 +71,46 @@ def check(store: Store) -> dict[str, Any]:
         "set_aside": len(store.set_aside),
         "problems": found.problems,
     }
+
+
+def _manifest_problems(store: Store) -> list[str]:
+    """A manifest that was changed, shards that are not finished, labels that are gone."""
+    manifest = store.manifest
+    problems = []
+    if (
+        manifest["hash"] != canonical_hash(manifest["identity"])
+        or manifest.get("content_hash") != content_hash(manifest)
+        or manifest["layers"] != manifest["identity"].get("layers")
+    ):
+        problems.append("manifest.json was changed: its hashes are not those of its content")
+    done = {shard.sidecar["shard"] for shard in store.shards}
+    named = " ".join(store.problems)
+    for entry in manifest["shards"]:
+        name = f"{SHARDS}/{shard_name(entry['index'])}.h5"
+        if entry["index"] not in done and name not in named:
+            problems.append(f"{name} is not finished: run the same command again")
+    for source in manifest["sources"]:
+        if source["labels"] and not (store.path / LABELS / source["labels"]).is_file():
+            problems.append(f"{LABELS}/{source['labels']} is missing: run the same command again")
+    return problems
+
+
+def _sidecar_problems(shard: Shard, manifest: dict[str, Any], name: str) -> list[str]:
+    """Does the sidecar say what is in the shard, and is it what the manifest planned?"""
+    sidecar, file = shard.sidecar, shard.file
+    planned = next(e["prompts"] for e in manifest["shards"] if e["index"] == sidecar["shard"])
+    held = file["prompt/id"][:].tolist()
+    problems = []
+    if (file.attrs["manifest_hash"], file.attrs["shard"]) != (manifest["hash"], sidecar["shard"]):
+        problems.append(f"{name} belongs to another run or place: delete it and run again")
+    if held != sidecar["prompts"]:
+        problems.append(f"{name} holds prompts {held}, its sidecar says {sidecar['prompts']}")
+    if sorted(held + [entry["prompt"] for entry in sidecar["set_aside"]]) != sorted(planned):
+        problems.append(f"{name} and its sidecar do not account for prompts {planned}")
+    edges = sum(len(group["key"]) for group in file.get("layer", {}).values())
+    if edges != sidecar["edges"]:
+        problems.append(f"{name} holds {edges} edges, its sidecar says {sidecar['edges']}")
+    return problems
 
 
 def _check_layer(shard: Shard, plan: dict[str, Any], name: str, found: _Found) -> int:
@@ -100,14 +142,7 @@ def _check_layer(shard: Shard, plan: dict[str, Any], name: str, found: _Found) -
     ).any():
         found.problems.append(f"{where}: totals do not sum to the score")
     begin = shard.ptr[:-1].repeat(heads)[group]
-    _check_slots(
-        shard,
-        layer,
-        int(layer.attrs["basis"]),
-        {"qk/q_slots": begin + q_pos, "qk/k_slots": begin + k_pos},
-        where,
-        found,
-    )
+    _check_slots(shard, plan, (begin + q_pos, begin + k_pos), where, found)
     found.completeness.append(layer["completeness"][:])
     found.pattern.append(layer["pattern_error"][:])
     if plan["output"] is not None:
@@ -118,17 +153,26 @@ def _check_layer(shard: Shard, plan: dict[str, Any], name: str, found: _Found) -
 
 def _check_slots(
     shard: Shard,
-    layer: Any,
-    basis: int,
-    columns: dict[str, NDArray[Any]],
+    plan: dict[str, Any],
+    ends: tuple[NDArray[Any], NDArray[Any]],
     where: str,
     found: _Found,
 ) -> None:
-    """Every slot is within the active list of its position."""
-    lists = np.diff(shard.file[f"source/{basis}/ptr"][:])
-    for name, positions in columns.items():
-        if len(positions) and (decode_slots(layer[name][:]).max(1) >= lists[positions]).any():
-            found.problems.append(f"{where}: {name} points beyond an active list")
+    """Every slot is within the active list of its position; `ends` are the edges' positions in the
+    shard."""
+    q_at, k_at = ends
+    layer = shard.file[f"layer/{plan['layer']}"]
+    columns = [(plan["basis"], q_at, ("qk/q_slots", "qk/q_top"))]
+    columns += [(plan["basis"], k_at, ("qk/k_slots", "qk/k_top"))]
+    if plan["output"] is not None:
+        columns += [(plan["basis"], k_at, ("ov/v_slots", "ov/v_top"))]
+        if not plan["every_output"]:
+            columns += [(plan["output"], q_at, ("ov/o_slots", "ov/o_top"))]
+    for source, positions, names in columns:
+        longest = np.diff(shard.file[f"source/{source}/ptr"][:])[positions]
+        for name in names:
+            if (decode_slots(layer[name][:]).max(1, initial=-1) >= longest).any():
+                found.problems.append(f"{where}: {name} points beyond an active list")
 
 
 def _float_datasets(layer: Any) -> list[str]:
@@ -154,12 +198,13 @@ def _check_errors(found: _Found, tolerance: float) -> None:
 
 
 def _worst(errors: list[NDArray[Any]]) -> float | None:
-    sizes = [float(part.max()) for part in errors if part.size]
+    sizes = [float(part[np.isfinite(part)].max(initial=0)) for part in errors if part.size]
     return max(sizes, default=None)
 
 
 def _worst_and_median(errors: list[NDArray[Any]]) -> dict[str, float | None]:
     every = np.concatenate(errors) if errors else np.empty(0)
+    every = every[np.isfinite(every)]
     return {"worst": _worst(errors), "median": float(np.median(every)) if every.size else None}
 
 

@@ -19,7 +19,7 @@ SHARDS, LABELS = "shards", "labels"
 PAIR_CHUNK, SCALAR_CHUNK = 256, 4096
 MANTISSA_BITS = 10
 """Pair values keep this many bits of mantissa: relative error at most 2**-11. Nothing else is
-rounded."""
+rounded, nor are values that rounding would make infinite, or that are too small for it."""
 
 
 def shard_name(index: int) -> str:
@@ -69,12 +69,14 @@ def decode_slots(stored: NDArray[np.unsignedinteger]) -> NDArray[np.int64]:
 def round_values(values: NDArray[np.floating]) -> NDArray[np.float32]:
     """Round to nearest at MANTISSA_BITS bits of mantissa, as float32."""
     dropped = 23 - MANTISSA_BITS
-    bits = np.ascontiguousarray(values, np.float32).view(np.uint32).astype(np.uint64)
+    exact = np.ascontiguousarray(values, np.float32)
+    bits = exact.view(np.uint32).astype(np.uint64)
     bits = (bits + (1 << (dropped - 1)) - 1 + ((bits >> dropped) & 1)) & ~np.uint64(
         (1 << dropped) - 1
     )
     rounded = bits.astype(np.uint32).view(np.float32)
-    return np.where(np.isfinite(rounded), rounded, values).astype(np.float32)
+    normal = np.isfinite(exact + rounded) & (np.abs(exact) >= np.finfo(np.float32).tiny)
+    return np.where(normal, rounded, exact)
 
 
 def file_hash(path: Path) -> str:

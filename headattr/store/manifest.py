@@ -8,7 +8,7 @@ part of it.
 
 import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -40,9 +40,10 @@ def build_manifest(
     texts_hash: str,
     layers_without_basis: Sequence[int],
     listed_hash: str | None,
+    labelled: Collection[int],
 ) -> dict[str, Any]:
-    """The manifest of a run; `prompts` are the ids that will run, `model` and `sources` carry their
-    hashes."""
+    """The manifest of a run; `prompts` are the ids that will run, `labelled` the sources whose
+    labels are kept, `model` and `sources` carry their hashes."""
     chosen = config.identity()
     if listed_hash is not None:
         chosen["edges"] = f"file:{listed_hash}"
@@ -58,7 +59,7 @@ def build_manifest(
     }
     size = config.prompts_per_shard
     shards = [list(prompts[start : start + size]) for start in range(0, len(prompts), size)]
-    return {
+    manifest = {
         "format": STORE_FORMAT,
         "version": VERSION,
         "headattr": version("headattr"),
@@ -68,7 +69,7 @@ def build_manifest(
         "model": dict(model),
         "bos": dict(bos),
         "sources": [
-            {"index": i, **source, "labels": f"{i}.jsonl" if source["labels"] else None}
+            {"index": i, **source, "labels": f"{i}.jsonl" if i in labelled else None}
             for i, source in enumerate(sources)
         ],
         "layers": layers,
@@ -76,6 +77,12 @@ def build_manifest(
         "shards": [{"index": i, "prompts": ids} for i, ids in enumerate(shards)],
         "set_aside": [dict(entry) for entry in set_aside],
     }
+    return manifest | {"content_hash": content_hash(manifest)}
+
+
+def content_hash(manifest: Mapping[str, Any]) -> str:
+    """SHA-256 (hex) of all of a manifest but this hash itself."""
+    return canonical_hash({k: v for k, v in manifest.items() if k != "content_hash"})
 
 
 def begin(folder: Path, manifest: dict[str, Any], labels: Mapping[int, str | None]) -> None:
@@ -85,20 +92,29 @@ def begin(folder: Path, manifest: dict[str, Any], labels: Mapping[int, str | Non
     """
     if (folder / MANIFEST).exists():
         _compare(folder, read_manifest(folder), manifest)
-    elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    elif folder.exists() and (not folder.is_dir() or any(map(_foreign, folder.iterdir()))):
         raise StoreError(
             f"{folder} is there and is not a headattr store; give an empty or new --out folder"
         )
-    for part in (SHARDS, LABELS):
-        (folder / part).mkdir(parents=True, exist_ok=True)
-        _remove_stale(folder / part)
-    if not (folder / MANIFEST).exists():
-        write_json(folder / MANIFEST, manifest)
-    for source, text in labels.items():
-        path = folder / LABELS / f"{source}.jsonl"
-        if text is not None and not path.exists():
-            with published(path) as temporary:
-                temporary.write_text(text, encoding="utf-8")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not (folder / MANIFEST).exists():
+            write_json(folder / MANIFEST, manifest)
+        for part in (folder, folder / SHARDS, folder / LABELS):
+            part.mkdir(exist_ok=True)
+            _remove_stale(part)
+        for source, text in labels.items():
+            path = folder / LABELS / f"{source}.jsonl"
+            if text is not None and not path.exists():
+                with published(path) as temporary:
+                    temporary.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise StoreError(f"cannot write to --out {folder}: {error}") from error
+
+
+def _foreign(path: Path) -> bool:
+    """Anything but a manifest that was never finished."""
+    return not (path.name.startswith(f".{MANIFEST}.") and path.name.endswith(".tmp"))
 
 
 def _compare(folder: Path, found: dict[str, Any], wanted: dict[str, Any]) -> None:

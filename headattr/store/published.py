@@ -1,11 +1,20 @@
 """What is there: the manifest of a folder, and which of its shards are finished."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 from headattr.errors import StoreError
 from headattr.store.format import MANIFEST, SHARDS, STORE_FORMAT, VERSION
+
+_PARTS = {
+    "hash": str,
+    "identity": dict,
+    "config": dict,
+    "model": dict,
+    "bos": dict,
+} | dict.fromkeys(("sources", "layers", "shards", "set_aside"), list)
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
@@ -20,15 +29,18 @@ def read_manifest(path: Path) -> dict[str, Any]:
         raise StoreError(
             f"{file} is not JSON ({error}); the store cannot be read without it"
         ) from error
-    if manifest.get("format") != STORE_FORMAT:
+    if not isinstance(manifest, dict) or manifest.get("format") != STORE_FORMAT:
         raise StoreError(f"{file} is not the manifest of a headattr store")
-    if [int(part) for part in manifest["version"].split(".")] > [
-        int(part) for part in VERSION.split(".")
-    ]:
+    version = str(manifest.get("version"))
+    if not re.fullmatch(r"\d+(\.\d+)*", version):
+        raise StoreError(f"{file} is broken: its version is {version}, expected {VERSION}")
+    if [int(part) for part in version.split(".")] > [int(part) for part in VERSION.split(".")]:
         raise StoreError(
-            f"{path} was written by a newer version (format {manifest['version']}); upgrade "
-            "headattr"
+            f"{path} was written by a newer version (format {version}); upgrade headattr"
         )
+    for key, kind in _PARTS.items():
+        if not isinstance(manifest.get(key), kind):
+            raise StoreError(f"{file} is broken: {key} is not a {kind.__name__}")
     return manifest
 
 
@@ -41,7 +53,8 @@ def read_sidecar(path: Path, manifest_hash: str) -> tuple[dict[str, Any] | None,
         return None, None
     try:
         found = json.loads(sidecar.read_text(encoding="utf-8"))
-        wanted = found["bytes"], found["manifest_hash"]
+        wanted = found["bytes"], found["manifest_hash"], found["shard"]
+        _ = found["sha256"], found["edges"], found["prompts"], found["set_aside"]
     except (ValueError, KeyError, TypeError):
         return None, f"{SHARDS}/{sidecar.name} is broken: run the same command again to redo {name}"
     if not path.is_file():
@@ -55,6 +68,6 @@ def read_sidecar(path: Path, manifest_hash: str) -> tuple[dict[str, Any] | None,
             f"{name} is {path.stat().st_size} bytes, expected {wanted[0]}: run the same "
             "command again to redo it",
         )
-    if wanted[1] != manifest_hash:
+    if wanted[1:] != (manifest_hash, int(path.stem)):
         return None, f"{name} belongs to another run: run the same command again to redo it"
     return found, None

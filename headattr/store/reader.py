@@ -6,12 +6,10 @@ is in `Store.problems`, naming the file.
 
 import json
 from collections.abc import Iterator
-from functools import cached_property
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
-import h5py
-import hdf5plugin  # noqa: F401  registers the zstd filter
 import numpy as np
 from numpy.typing import NDArray
 
@@ -19,7 +17,6 @@ from headattr.edges import Edge, HeadId, position_problem
 from headattr.errors import StoreError, UsageError
 from headattr.store.format import (
     LABELS,
-    SHARD_FORMAT,
     SHARDS,
     decode_slots,
     make_keys,
@@ -27,62 +24,8 @@ from headattr.store.format import (
     split_keys,
 )
 from headattr.store.published import read_manifest, read_sidecar
-from headattr.store.rows import Active, EdgeRow, OvRow
-
-
-class Shard:
-    """One published file; datasets are kept open, indexes in memory."""
-
-    def __init__(self, path: Path, sidecar: dict[str, Any]) -> None:
-        """`sidecar` is the content of the JSON beside it."""
-        self.path, self.sidecar = path, sidecar
-        self._datasets: dict[str, Any] = {}
-
-    @cached_property
-    def file(self) -> Any:
-        """The open HDF5 file."""
-        try:
-            file = h5py.File(self.path, "r", locking=False)
-        except OSError as error:
-            raise StoreError(
-                f"{self.path} cannot be read ({error}); delete it and run the same command again"
-            ) from error
-        if file.attrs.get("format") != SHARD_FORMAT:
-            raise StoreError(f"{self.path} is not a headattr shard")
-        return file
-
-    @cached_property
-    def ids(self) -> list[int]:
-        """Prompt ids, in order."""
-        return self.sidecar["prompts"]
-
-    @cached_property
-    def ptr(self) -> NDArray[np.int64]:
-        """Where each prompt's positions begin."""
-        return self.file["prompt/ptr"][:]
-
-    def dataset(self, name: str) -> Any:
-        """A dataset, kept open."""
-        if name not in self._datasets:
-            found = self.file[name]
-            small = name.endswith(("ptr", "flagged", "heads"))
-            self._datasets[name] = found[:] if small else found
-        return self._datasets[name]
-
-    def layer_attrs(self, layer: int) -> dict[str, Any]:
-        """Attributes of a layer's group, kept."""
-        name = f"layer/{layer}@"
-        if name not in self._datasets:
-            self._datasets[name] = dict(self.file[f"layer/{layer}"].attrs)
-        return self._datasets[name]
-
-    def active(self, source: int, position: int) -> Active:
-        """Active features of one position of the shard."""
-        start, stop = self.dataset(f"source/{source}/ptr")[position : position + 2]
-        base = f"source/{source}"
-        return Active(
-            self.dataset(f"{base}/feature")[start:stop], self.dataset(f"{base}/act")[start:stop]
-        )
+from headattr.store.rows import EdgeRow, OvRow, fault
+from headattr.store.shard import Shard
 
 
 class Store:
@@ -133,24 +76,27 @@ class Store:
 
     def token_texts(self, prompt: int) -> list[str]:
         """What each position of a prompt shows."""
-        shard, start, stop = self._span(prompt)
-        return [text.decode() for text in shard.file["prompt/token_text"][start:stop]]
+        with self._reading(prompt):
+            shard, start, stop = self._span(prompt)
+            return [text.decode() for text in shard.file["prompt/token_text"][start:stop]]
 
     def tokens(self, prompt: int) -> list[int]:
         """Token ids of a prompt."""
-        shard, start, stop = self._span(prompt)
-        return shard.file["prompt/token"][start:stop].tolist()
+        with self._reading(prompt):
+            shard, start, stop = self._span(prompt)
+            return shard.file["prompt/token"][start:stop].tolist()
 
     def edges(self, prompt: int, head: HeadId) -> dict[str, NDArray[Any]]:
         """Columns of a head's edges in one prompt: q_pos, k_pos, score, pattern, completeness,
         feature_share."""
-        shard, start, stop = self._group(prompt, head)
         base = f"layer/{head.layer}"
-        q_pos, k_pos = split_keys(shard.dataset(f"{base}/key")[start:stop])
         names = ("score", "pattern", "completeness", "feature_share")
-        return {"q_pos": q_pos, "k_pos": k_pos} | {
-            n: shard.dataset(f"{base}/{n}")[start:stop] for n in names
-        }
+        with self._reading(prompt):
+            shard, start, stop = self._group(prompt, head)
+            q_pos, k_pos = split_keys(shard.dataset(f"{base}/key")[start:stop])
+            return {"q_pos": q_pos, "k_pos": k_pos} | {
+                n: shard.dataset(f"{base}/{n}")[start:stop] for n in names
+            }
 
     def edge(self, prompt: int, edge: Edge) -> EdgeRow:
         """Everything kept of one edge.
@@ -158,6 +104,15 @@ class Store:
         Raises UsageError if the edge cannot exist (masked, beyond the prompt), StoreError if it was
         not kept.
         """
+        with self._reading(prompt):
+            row = self._find(prompt, edge)
+            if row is not None and (found := fault(row)):
+                raise ValueError(f"{edge}: {found}")
+        if row is None:
+            raise StoreError(self._not_kept(prompt, edge))
+        return row
+
+    def _find(self, prompt: int, edge: Edge) -> EdgeRow | None:
         shard, begin, end = self._span(prompt)
         if problem := position_problem(edge.q_pos, edge.k_pos, end - begin):
             raise UsageError(f"prompt {prompt}: {problem}")
@@ -169,7 +124,7 @@ class Store:
             at = int(np.searchsorted(found, wanted))
             if at < len(found) and found[at] == wanted:
                 return self._row(shard, begin, start + at, edge)
-        raise StoreError(self._not_kept(prompt, edge))
+        return None
 
     def _row(self, shard: Shard, begin: int, row: int, edge: Edge) -> EdgeRow:
         attrs = shard.layer_attrs(edge.layer)
@@ -239,17 +194,20 @@ class Store:
     def _counts(self, source: int) -> tuple[NDArray[np.int64], NDArray[np.int64], int]:
         """Features that are active somewhere, ascending, how often, and over how many positions."""
         if source not in self._counted:
-            name = f"source/{source}"
-            groups = [shard.file[name] for shard in self.shards if name in shard.file]
-            every = [
-                np.empty(0, np.int64),
-                *(group["present"][:].astype(np.int64) for group in groups),
-            ]
-            times = [np.empty(0, np.int64), *(group["present_count"][:] for group in groups)]
+            every, times = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+            positions = 0
+            for shard in self.shards:
+                try:
+                    present, count, counted = shard.counts(source)
+                except StoreError as error:
+                    self.problems += [str(error)] if str(error) not in self.problems else []
+                    continue
+                every.append(present)
+                times.append(count)
+                positions += counted
             features, inverse = np.unique(np.concatenate(every), return_inverse=True)
             total = np.zeros(len(features), np.int64)
             np.add.at(total, inverse, np.concatenate(times))
-            positions = sum(int(group.attrs["positions_counted"]) for group in groups)
             self._counted[source] = features, total, positions
         return self._counted[source]
 
@@ -270,6 +228,10 @@ class Store:
                 path.read_text(encoding="utf-8").split("\n")[:-1] if path and found else []
             )
         return self._labels[source]
+
+    def _reading(self, prompt: int) -> AbstractContextManager[None]:
+        shard = self._where.get(prompt)
+        return nullcontext() if shard is None else shard.reading()
 
     def _span(self, prompt: int) -> tuple[Shard, int, int]:
         shard = self._where.get(prompt)
@@ -320,10 +282,7 @@ class Store:
     def close(self) -> None:
         """Close the files."""
         for shard in self.shards:
-            if "file" in vars(shard):
-                shard.file.close()
-                del shard.file
-            shard._datasets.clear()
+            shard.close()
 
     def __enter__(self) -> "Store":
         """The store itself; `with` closes it."""

@@ -55,3 +55,20 @@ class EdgeRow(NamedTuple):
     o_active: Active | None
     """Output features at the query; None where slots are ids already."""
     ov: OvRow | None
+
+
+def fault(row: EdgeRow) -> str | None:
+    """What no writer writes: the first column that is not finite, or points beyond an active
+    list."""
+    q, k, o = (
+        active and len(active.features) for active in (row.q_active, row.k_active, row.o_active)
+    )
+    lengths = {"q_slots": q, "q_top": q, "k_slots": k, "k_top": k, "v_slots": k, "v_top": k}
+    lengths |= {"o_slots": o, "o_top": o}
+    for name, value in {**row._asdict(), **({} if row.ov is None else row.ov._asdict())}.items():
+        if isinstance(value, float | np.ndarray) and not np.isfinite(value).all():
+            return f"{name} is not finite"
+        longest = lengths.get(name)
+        if longest is not None and value.max(initial=-1) >= longest:
+            return f"{name} points beyond an active list"
+    return None

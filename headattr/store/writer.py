@@ -209,11 +209,12 @@ def _longest_list(results: Sequence[PromptResult], source: int) -> int:
 
 def _column(tables: Sequence[Any], name: str, dtype: Any = np.float32) -> NDArray[Any]:
     column = np.concatenate([getattr(table, name) for table in tables])
+    column = column if dtype is None else column.astype(dtype)
     if column.dtype.kind == "f" and not np.isfinite(column).all():
         raise StoreError(
             f"{name} has non-finite values, which are never written: please report this"
         )
-    return column if dtype is None else column.astype(dtype)
+    return column
 
 
 def _pack(group: h5py.Group, name: str, data: NDArray[Any], rows: int) -> None:
