@@ -1,5 +1,8 @@
 """The command line: parse, call, print. No logic; nothing heavy is imported before it is needed."""
 
+import contextlib
+import inspect
+import io
 import json as jsonlib
 import os
 import sys
@@ -11,13 +14,12 @@ from typing import Any
 import tyro
 
 from headattr.config import RunConfig
-from headattr.errors import HeadattrError
+from headattr.errors import HeadattrError, UsageError
 
 
 @dataclass(frozen=True)
 class Demo:
-    """See it work: attribute the embedded model over the embedded texts, print what is found, draw
-    one edge.
+    """See it work on the embedded model and texts: heads, three edges in words, a picture.
 
     Example:
       headattr demo --out headattr-demo
@@ -110,7 +112,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _no_command(arguments)
     rest = _merged(arguments[len(name.split()) :], ("--basis", "--output"))
     try:
-        command = tyro.cli(COMMANDS[name], prog=f"headattr {name}", args=rest)
+        command = _parsed(name, rest)
         return _RUN[type(command)](command)
     except SystemExit as stop:
         return int(stop.code or 0)
@@ -137,7 +139,7 @@ def run_and_exit() -> None:
 
 
 def _no_command(arguments: list[str]) -> int:
-    asked = arguments[:1] in ([], ["-h"], ["--help"])
+    asked = not arguments or bool({"-h", "--help"} & set(arguments))
     if arguments[:1] == ["--version"]:
         from importlib.metadata import version
 
@@ -156,6 +158,36 @@ def _no_command(arguments: list[str]) -> int:
         print(f"  headattr {name:18} {(command.__doc__ or '').splitlines()[0]}", file=out)
     print("\n`headattr COMMAND --help` says more, with an example.", file=out)
     return 0 if asked else 2
+
+
+def _parsed(name: str, arguments: list[str]) -> Any:
+    """The command; raises UsageError, one line, where tyro would print a box."""
+    said, about = io.StringIO(), inspect.getdoc(COMMANDS[name])
+    try:
+        with contextlib.redirect_stderr(said):
+            return tyro.cli(
+                COMMANDS[name], prog=f"headattr {name}", args=arguments, description=about
+            )
+    except SystemExit as stop:
+        if not stop.code:
+            raise
+        raise UsageError(f"{_one_line(said.getvalue())} (`headattr {name} --help`)") from None
+
+
+def _one_line(box: str) -> str:
+    """What a box of tyro says, without its frame, titles of arguments only."""
+    kept: list[str] = []
+    for line in box.splitlines():
+        text = line.strip("\u2502 ")
+        if text.startswith(("For full helptext", "Argument helptext")):
+            break
+        if (
+            line.startswith("\u2502 ")
+            and text.strip("\u2500")
+            and not line.startswith("\u2502" + " " * 9)
+        ):
+            kept.append(text)
+    return " ".join(kept or box.split())
 
 
 def _merged(arguments: list[str], repeatable: tuple[str, ...]) -> list[str]:
@@ -246,10 +278,16 @@ _RUN: dict[type[Any], Callable[[Any], int]] = {
 
 
 def _print(answer: Any, as_json: bool, render: Callable[[Any], str]) -> None:
-    if as_json:
-        print(jsonlib.dumps(answer, ensure_ascii=False, allow_nan=False, indent=1), flush=True)
-    else:
-        print(render(answer), flush=True)
+    def text(*, ascii_only: bool) -> str:
+        if as_json:
+            return jsonlib.dumps(answer, ensure_ascii=ascii_only, allow_nan=False, indent=1)
+        shown = render(answer)
+        return shown.encode("ascii", "backslashreplace").decode() if ascii_only else shown
+
+    try:
+        print(text(ascii_only=False), flush=True)
+    except UnicodeEncodeError:  # an output that is not UTF-8
+        print(text(ascii_only=True), flush=True)
 
 
 def _warn(problems: list[str]) -> None:

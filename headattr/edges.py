@@ -201,10 +201,11 @@ def _listed_edge(line: bytes, where: str) -> list[int]:
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{where} is not JSON: {error}") from error
     found = {name: record.get(name) for name in names} if isinstance(record, dict) else {}
-    if not found or any(type(value) is not int for value in found.values()):
+    values = [value for value in found.values() if type(value) is int]
+    if len(values) < len(names):
         shown = line.decode("utf-8", "replace").strip()[:120]
         raise UsageError(f"{where}: {shown}; expected {', '.join(names)} as integers")
-    return list(found.values())
+    return values
 
 
 def _edge_problem(

@@ -51,6 +51,8 @@ def explain_edge(
         raise captured
     actives = [source.active(captured) for source in run.source_list]
     widest = max(int(active.counts.max()) for active in actives)
+    if layer_plan.every_output and layer_plan.output is not None:
+        widest = max(widest, run.source_list[layer_plan.output].about.n_features)
     weights = run.model.family.head_weights(run.model.hf, edge.layer)
     task = layer_task(run, layer_plan, weights, prompt, captured, actives, top_marginals=widest)
     task = replace(task, select=lambda head, pattern: (np.array([q_pos]), np.array([k_pos])))

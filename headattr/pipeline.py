@@ -98,6 +98,9 @@ def plan(config: RunConfig, inputs: Inputs) -> Run:
     plans = [
         _plan_layer(config, layer, heads, sources) for layer in sorted({h.layer for h in heads})
     ]
+    for layer_plan in plans:
+        if layer_plan.output is not None:
+            distinct(sources)[layer_plan.output].check_read(config.read)
     proof = prove(model)
     declared = {
         f"{s.about.name} of layer {s.about.layer}": s.about.prepend_bos
@@ -133,13 +136,13 @@ def execute(run: Run) -> Store:
     folder = Path(run.config.out)
     labels = {i: label_lines(source, run.model) for i, source in enumerate(run.source_list)}
     begin(folder, run.manifest, labels)
-    place = {prompt.id: index for index, prompt in enumerate(run.prompts)}
+    by_id = {prompt.id: prompt for prompt in run.prompts}
     with _progress(run) as advance:
         for entry in run.manifest["shards"]:
-            prompts = [run.prompts[place[prompt]] for prompt in entry["prompts"]]
+            prompts = [by_id[prompt] for prompt in entry["prompts"]]
             path = folder / "shards" / f"{entry['index']:05d}.h5"
             if read_sidecar(path, run.manifest["hash"])[0] is None:
-                results, aside = attribute_prompts(run, prompts, place, advance)
+                results, aside = attribute_prompts(run, prompts, advance)
                 write_shard(
                     path.parent,
                     entry["index"],
@@ -154,7 +157,7 @@ def execute(run: Run) -> Store:
 
 
 def attribute_prompts(
-    run: Run, prompts: Sequence[Prompt], place: Mapping[int, int], advance: Any
+    run: Run, prompts: Sequence[Prompt], advance: Any
 ) -> tuple[list[PromptResult], list[SetAside]]:
     """Capture, decompose and attribute some prompts; a prompt that cannot be run is set aside."""
     results: list[PromptResult] = []
@@ -168,7 +171,7 @@ def attribute_prompts(
             *pad([prompt.tokens for prompt in batch]),
             layers=layers,
             sites=sites,
-            indices=[place[prompt.id] for prompt in batch],
+            ids_in_run=[prompt.id for prompt in batch],
         )
         for prompt, result in zip(batch, _attribute_batch(run, batch, found), strict=True):
             if isinstance(result, PromptError):

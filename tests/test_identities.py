@@ -130,7 +130,9 @@ def test_token_basis_and_unembedding_add_up(family: str, dtype: str, every: bool
     basis, output = token_basis(model), unembed_output(model)
     for prompt in _captures(model, "left"):
         table, _ = _attribute(model, prompt, 0, basis, output, every=every)
-        assert table.kinds == (("token", "bias", "position") if family == "gpt2" else ("token", "bias"))
+        assert table.kinds == (
+            ("token", "bias", "position") if family == "gpt2" else ("token", "bias")
+        )
         assert _worst(table) <= TOLERANCE[model.dtype]
 
 
@@ -254,7 +256,9 @@ def test_taking_a_feature_out_of_a_heads_query_moves_the_score_by_its_marginal(f
         assert moved == pytest.approx(-table.q_marginals[row][rank], abs=1e-9)
 
 
-def _score_with(model: LoadedModel, prompt: PromptCapture, edge: Edge, removed: torch.Tensor) -> float:
+def _score_with(
+    model: LoadedModel, prompt: PromptCapture, edge: Edge, removed: torch.Tensor
+) -> float:
     """The model's own score when `removed` is taken from the norm's output at the query only."""
     block = model.layers[edge.layer]
     norm = block.ln_1 if model.family.name == "gpt2" else block.input_layernorm
@@ -272,7 +276,11 @@ def _score_with(model: LoadedModel, prompt: PromptCapture, edge: Edge, removed: 
     assert isinstance(again, PromptCapture)
     kept = again.layers[edge.layer]
     # the key is another position, which the change does not touch
-    return float(kept.scale * kept.Q[edge.q_pos, edge.head] @ kept.K[edge.k_pos, edge.head * kept.K.shape[1] // model.n_heads])
+    return float(
+        kept.scale
+        * kept.Q[edge.q_pos, edge.head]
+        @ kept.K[edge.k_pos, edge.head * kept.K.shape[1] // model.n_heads]
+    )
 
 
 @pytest.mark.parametrize("family", tiny.MODELS)

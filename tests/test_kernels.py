@@ -120,7 +120,8 @@ def _one(products: list[float], *, side: str, dtype: torch.dtype, device: str) -
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize(
-    ("k", "slots"), [(1, [0]), (2, [0, 2]), (3, [0, 2, 1]), (5, [0, 2, 1, 3, 4]), (8, [0, 2, 1, 3, 4, 5])]
+    ("k", "slots"),
+    [(1, [0]), (2, [0, 2]), (3, [0, 2, 1]), (5, [0, 2, 1, 3, 4]), (8, [0, 2, 1, 3, 4, 5])],
 )
 def test_ties_go_to_the_lower_slot(
     device: str, path: str, side: str, dtype: torch.dtype, k: int, slots: list[int]
@@ -161,7 +162,13 @@ def test_a_tie_of_both_signs_goes_to_the_lower_left_then_the_lower_right_slot() 
     ],
 )
 def test_non_finite_products_are_left_out_and_counted(
-    path: str, side: str, products: list[float], k: int, values: list[float], slots: list[int], bad: int
+    path: str,
+    side: str,
+    products: list[float],
+    k: int,
+    values: list[float],
+    slots: list[int],
+    bad: int,
 ) -> None:
     """V12: NaN never ranks."""
     case = _one(products, side=side, dtype=torch.float32, device="cpu")._replace(k=k)
@@ -172,7 +179,9 @@ def test_non_finite_products_are_left_out_and_counted(
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_one_broken_edge_does_not_touch_its_neighbours_and_padding_is_not_counted(path: str) -> None:
+def test_one_broken_edge_does_not_touch_its_neighbours_and_padding_is_not_counted(
+    path: str,
+) -> None:
     """V12, padded batch of lengths 5 and 2: the NaN beyond a length is no product at all."""
     generator = torch.Generator().manual_seed(3)
     left, right = (torch.randint(-3, 4, (3, 5, 4), generator=generator).float() for _ in "lr")

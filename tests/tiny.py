@@ -95,3 +95,25 @@ def sae(
             value = 0.4 * torch.randn(parameter.shape, generator=generator)
             parameter.copy_(value.abs() if name == "threshold" else value)
     return built.eval()
+
+
+def byte_tokenizer(*, bos: str | None = None, adds_bos: bool = False) -> Any:
+    """One token a byte, ids in the order of the byte alphabet, then the BOS token (id 256)."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    if bos is not None:
+        backend.add_special_tokens([bos])
+    if adds_bos:
+        backend.post_processor = processors.TemplateProcessing(
+            single=f"{bos} $A", special_tokens=[(bos, 256)]
+        )
+    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token=bos)
+
+
+BYTES = 260
+"""Vocabulary of a model that goes with `byte_tokenizer`."""

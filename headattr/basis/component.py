@@ -109,6 +109,10 @@ class Basis(Protocol):
         """What the features read of the stream, as outputs."""
         ...
 
+    def check_read(self, read: str) -> None:
+        """Raises DictionaryError if its features cannot be read this way."""
+        ...
+
 
 class SourceInfo(NamedTuple):
     """Where a basis or an output came from and what was assumed; stored with every run."""

@@ -29,7 +29,8 @@ class PlainDictionary:
     directions: Tensor
     """[features, d_model]"""
     activations: Sequence[Tensor]
-    """One tensor [pos, features] a prompt, in the order of the prompts."""
+    """One tensor [pos, features] a prompt, at the prompt's id: its place in the list of prompts, or
+    its line in the file."""
     bias: Tensor | None = None
     """[d_model]; None is zero."""
 
@@ -46,7 +47,7 @@ class PlainBasis:
 
     def active(self, prompt: PromptCapture) -> ActiveFeatures:
         """The activations that were handed in for this prompt."""
-        return active_of(self._activations(prompt.resid[self.layer], prompt.place))
+        return active_of(self._activations(prompt.resid[self.layer], prompt.id))
 
     def components(self, prompt: PromptCapture, active: ActiveFeatures) -> Components:
         """Features, bias and error of resid_pre; they sum to it."""
@@ -55,11 +56,15 @@ class PlainBasis:
 
     def reads(self, prompt: PromptCapture, active: ActiveFeatures, read: str) -> Reads:
         """Decoder reads a_t d_t; there is no encoder."""
+        self.check_read(read)
+        return Reads(active, self.directions, active.acts, None, read)
+
+    def check_read(self, read: str) -> None:
+        """Raises DictionaryError for encoder reads: there is no encoder."""
         if read != "decoder":
             raise DictionaryError(
                 f"{self.about.name} has no encoder to read with; use --read decoder"
             )
-        return Reads(active, self.directions, active.acts, None, read)
 
     def _activations(self, x: Tensor, index: int) -> Tensor:
         if index >= len(self.activations):

@@ -73,6 +73,7 @@ class SaeBasis:
 
     def reads(self, prompt: PromptCapture, active: ActiveFeatures, read: str) -> Reads:
         """Directions by which each active feature reads the stream: encoder rows, or a_t d_t."""
+        self.check_read(read)
         frame = self._frame(prompt.resid[self.layer])
         if read == "decoder":
             scale = active.acts * frame.scale[active.positions]
@@ -81,6 +82,14 @@ class SaeBasis:
         if frame.centred:
             rows = rows - rows.mean(-1, keepdim=True)
         return Reads(active, rows, frame.read_scale[active.positions], frame.read_scale, read)
+
+    def check_read(self, read: str) -> None:
+        """Raises DictionaryError where there is no linear encoder to read with."""
+        if read == "encoder" and self.config.architecture == "matching_pursuit":
+            raise DictionaryError(
+                f"{self.about.name}: a matching_pursuit dictionary has no linear encoder to read "
+                "with; use --read decoder"
+            )
 
     def _encode(self, x: Float[Tensor, "pos d_model"]) -> Float[Tensor, "pos d_sae"]:
         if self.config.centred:
@@ -111,15 +120,8 @@ class SaeBasis:
         return torch.zeros_like(b_dec) if unused else b_dec
 
     def _encoder_rows(self) -> Float[Tensor, "features d_model"]:
-        architecture = self.config.architecture
-        if architecture == "matching_pursuit":
-            raise DictionaryError(
-                f"{self.about.name}: a matching_pursuit dictionary has no linear encoder to "
-                "read with; "
-                "use --read decoder"
-            )
         W_enc = self.sae.W_enc.detach()
-        if architecture == "gated":
+        if self.config.architecture == "gated":
             W_enc = W_enc * self.sae.r_mag.detach().exp()
         if self.config.fields.get("rescale_acts_by_decoder_norm", False):
             W_enc = W_enc * self.sae.W_dec.detach().norm(dim=-1)

@@ -40,6 +40,9 @@ class UnembedOutput:
         logits = x @ self.rows.T / norm.sigma(x)[:, None] + norm.constant(W_U.T)
         return _predicted(logits if b_U is None else logits + b_U, prompt.tokens)
 
+    def check_read(self, read: str) -> None:
+        """Whatever is asked for: the unembedding has one read, its rows."""
+
     def reads(self, prompt: PromptCapture, active: ActiveFeatures, read: str) -> Reads:
         """Token rows over the frozen final scale; the same whatever `read` says."""
         sigma = self.unembedding.norm.sigma(prompt.resid[self.layer])

@@ -40,8 +40,8 @@ class LayerCapture(NamedTuple):
 class PromptCapture(NamedTuple):
     """One prompt."""
 
-    place: int
-    """Its index among the prompts of the run."""
+    id: int
+    """The prompt's id in the run."""
     tokens: Int[Tensor, "pos"]
     layers: dict[int, LayerCapture]
     resid: dict[int, Float[Tensor, "pos d_model"]]
@@ -74,22 +74,22 @@ def capture(
     layers: Sequence[int],
     sites: Sequence[int] = (),
     rows: int | None = CHECKED_ROWS,
-    indices: Sequence[int] | None = None,
+    ids_in_run: Sequence[int] | None = None,
 ) -> list[PromptCapture | PromptError]:
     """Run the model on a padded batch; one result a prompt, in order, without padding.
 
-    `indices` are the places of the prompts in the run, by default 0, 1, ... `layers`: whose
+    `ids_in_run` are the prompts' ids, by default 0, 1, ... `layers`: whose
     attention is kept. `sites`: whose residual stream is kept (n_layers: the last output). `rows`:
     how many rows of the pattern to keep, the last among them; None keeps all. A prompt with a
     non-finite value comes back as a PromptError. The batch may be padded on either side, not
     inside.
     """
     spans = [_span(row, index) for index, row in enumerate(mask)]
-    indices = range(len(spans)) if indices is None else indices
+    ids_in_run = range(len(spans)) if ids_in_run is None else ids_in_run
     if len(spans) > 1 and rotary_depends_on_length(model):
         return [
             result
-            for place, row, span in zip(indices, ids, spans, strict=True)
+            for prompt_id, row, span in zip(ids_in_run, ids, spans, strict=True)
             for result in capture(
                 model,
                 row[None, span],
@@ -97,7 +97,7 @@ def capture(
                 layers=layers,
                 sites=sites,
                 rows=rows,
-                indices=[place],
+                ids_in_run=[prompt_id],
             )
         ]
     kept = _rows_of(spans, ids.shape[1], rows)
@@ -105,7 +105,7 @@ def capture(
     results: list[PromptCapture | PromptError] = []
     for index, span in enumerate(spans):
         result = PromptCapture(
-            indices[index],
+            ids_in_run[index],
             ids[index, span].to(model.device),
             {layer: _layer_of(tap, layer, resid[layer], index, span, kept) for layer in layers},
             {site: resid[site][index, span] for site in sites},
@@ -158,6 +158,7 @@ def _forward(
         stack.callback(_reset_rotary, model)
         stack.enter_context(tapped(model.hf, tap))
         stack.enter_context(evaluating(model.hf))
+        stack.enter_context(torch.autocast(model.device.type, enabled=False))
         if model.dtype == torch.float64:
             stack.enter_context(keep_float64())
         for layer in layers | {site for site in sites if site < len(modules)}:

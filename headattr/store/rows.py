@@ -69,6 +69,6 @@ def fault(row: EdgeRow) -> str | None:
         if isinstance(value, float | np.ndarray) and not np.isfinite(value).all():
             return f"{name} is not finite"
         longest = lengths.get(name)
-        if longest is not None and value.max(initial=-1) >= longest:
+        if longest is not None and np.max(value, initial=-1) >= longest:
             return f"{name} points beyond an active list"
     return None

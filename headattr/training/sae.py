@@ -45,7 +45,7 @@ class SAERecipe:
     """How often each activation is seen; may be a fraction."""
     batch_size: int = 1024
     """Positions in one optimiser step."""
-    learning_rate: float = 1e-3
+    learning_rate: float = 3e-3
     """Adam's, constant for `1 - decay_share` of the run and then linear to zero."""
     decay_share: float = 0.3
     """Share of the steps, at the end, over which the learning rate falls."""

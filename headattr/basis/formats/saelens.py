@@ -57,10 +57,7 @@ class SaeConfig(NamedTuple):
 
 
 def read_config(folder: Path) -> SaeConfig:
-    """Read and check cfg.json and the weight file's header, without torch.
-
-    Raises DictionaryError, naming the key or the file.
-    """
+    """cfg.json and the header of the weights, checked; DictionaryError names the key or file."""
     path = folder / CONFIG
     if not path.is_file():
         raise DictionaryError(f"{folder} is not a SAELens folder: it has no {CONFIG}")
