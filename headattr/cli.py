@@ -209,10 +209,10 @@ def _merged(arguments: list[str], repeatable: tuple[str, ...]) -> list[str]:
 
 
 def _demo(command: Demo) -> int:
-    from headattr.demo import demo, render_demo
+    from headattr.demo import render_demo, run_demo
 
     _quiet()
-    answer = demo(command.out)
+    answer = run_demo(command.out)
     _print(answer, command.json, render_demo)
     return 0
 
@@ -244,11 +244,11 @@ def _query_edge(command: QueryEdge) -> int:
 
 
 def _check(command: Check) -> int:
-    from headattr.store.check import check, render_check
+    from headattr.store.check import check_store, render_check
     from headattr.store.reader import open_store
 
     with open_store(command.store) as store:
-        answer = check(store)
+        answer = check_store(store)
     _print(answer, command.json, render_check)
     return 0 if answer["ok"] else 1
 

@@ -6,7 +6,7 @@ import json
 import tomllib
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 import tyro
 
@@ -87,12 +87,22 @@ class RunConfig:
     """Print the summary as JSON."""
 
     def __post_init__(self) -> None:
-        """Refuse numbers that make no sense."""
+        """Refuse values that make no sense, also where they come from Python."""
         for name in ("topk", "prompts_per_shard", "batch_size"):
-            if getattr(self, name) < 1:
+            value = getattr(self, name)
+            if type(value) is not int or value < 1:
                 raise UsageError(
-                    f"--{name.replace('_', '-')} is {getattr(self, name)}; expected at least 1"
+                    f"--{name.replace('_', '-')} is {value!r}; expected a whole number, at least 1"
                 )
+        for name, hint in get_type_hints(RunConfig).items():
+            choices = get_args(hint) if get_origin(hint) is Literal else ()
+            if choices and getattr(self, name) not in choices:
+                raise UsageError(
+                    f"--{name} is {getattr(self, name)!r}; expected {' or '.join(choices)}"
+                )
+        for name in ("heads", "edges", "device"):
+            if not isinstance(getattr(self, name), str):
+                raise UsageError(f"--{name} is {getattr(self, name)!r}; expected text")
         if self.outputs == "all" and self.read == "decoder":
             raise UsageError(
                 "--outputs all with --read decoder: the decoder read of an inactive feature is "
@@ -157,6 +167,8 @@ def check_specs(found: list[SourceSpec], role: str) -> list[SourceSpec]:
                 f"--{role}: layer {spec.layer} is given twice; expected one dictionary a layer"
             )
         seen.add(spec.layer)
+        if spec.layer < 0 and spec.kind != "unembed":
+            raise UsageError(f"--{role}: there is no layer {spec.layer}; layers count from 0")
         if spec.kind == "tokens" and (spec.layer != 0 or role == "output"):
             raise UsageError(
                 f"--{role} {spec.layer}=tokens: tokens decompose layer 0 of a basis only"
@@ -180,27 +192,27 @@ def _from_toml(path: Path, role: str) -> list[SourceSpec]:
         tables = tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UsageError(f"{path} is not TOML: {error}") from error
-    found = []
-    for table in tables.get(role) or tables.get("basis") or []:
-        kind, layer = (
-            table.get("kind", "sae"),
-            table.get("layer", -1 if table.get("kind") == "unembed" else None),
-        )
-        if kind not in ("sae", "tokens", "unembed") or not isinstance(layer, int):
-            raise UsageError(
-                f'{path}: {table}; expected kind = "sae" | "tokens" | "unembed" and layer = N'
-            )
-        if kind == "sae":
-            if "path" not in table:
-                raise UsageError(f"{path}: {table} has no path")
-            found.append(
-                SourceSpec(kind, layer, _folder(str(path.parent / table["path"]), table["path"]))
-            )
-        elif not (kind == "tokens" and role == "output"):
-            found.append(SourceSpec(kind, layer, kind))
-    if not found:
+    listed = tables.get(role) or tables.get("basis")
+    if not isinstance(listed, list) or not all(isinstance(table, dict) for table in listed):
         raise UsageError(f"{path} has no [[{role}]] tables")
-    return found
+    # a file of bases that is given for the outputs: tokens read nothing
+    used = [t for t in listed if not (role == "output" and t.get("kind") == "tokens")]
+    return [_from_table(table, path, role) for table in used]
+
+
+def _from_table(table: dict[str, Any], path: Path, role: str) -> SourceSpec:
+    kind, layer = table.get("kind", "sae"), table.get("layer")
+    kinds = ("sae", "tokens") if role == "basis" else ("sae", "unembed")
+    if kind == "unembed" and layer is None:
+        layer = -1
+    if kind not in kinds or type(layer) is not int:
+        expected = " | ".join(f'"{name}"' for name in kinds)
+        raise UsageError(f"{path}: {table}; expected kind = {expected} and layer = N")
+    if kind != "sae":
+        return SourceSpec(kind, layer, kind)
+    if not isinstance(table.get("path"), str):
+        raise UsageError(f"{path}: {table} has no path; expected the folder of a dictionary")
+    return SourceSpec(kind, layer, _folder(str(path.parent / table["path"]), table["path"]))
 
 
 def canonical_hash(value: Any) -> str:

@@ -11,8 +11,9 @@ from headattr.config import RunConfig
 from headattr.edges import Edge, HeadId
 from headattr.inputs import inputs_of
 from headattr.model.embedded import embedded_folder
-from headattr.pipeline import execute, plan
-from headattr.store.check import check
+from headattr.pipeline import execute
+from headattr.plan import make_run
+from headattr.store.check import check_store
 from headattr.store.reader import Store
 from headattr.viewers.plots import draw_edge
 
@@ -32,7 +33,7 @@ class _Seen(NamedTuple):
     """The strongest induction edge, or else the strongest: pattern, prompt, edge."""
 
 
-def demo(out: Path) -> dict[str, Any]:
+def run_demo(out: Path) -> dict[str, Any]:
     """Run (or reuse) the demo store in `out` and draw its clearest edge.
 
     {"store", "picture", "heads": [{"head", "previous_token", "induction", "feature_share"}],
@@ -47,7 +48,7 @@ def demo(out: Path) -> dict[str, Any]:
         topk=32,
     )
     out.mkdir(parents=True, exist_ok=True)
-    with execute(plan(config, inputs_of(config))) as store:
+    with execute(make_run(config, inputs_of(config))) as store:
         seen = [_look(store, head) for head in store.heads]
         shares = query.head_shares(store)
         worth = _worth_a_look(seen)
@@ -71,7 +72,7 @@ def demo(out: Path) -> dict[str, Any]:
                 for found in worth
             ],
             "edges": answers,
-            "check": check(store),
+            "check": check_store(store),
         }
 
 

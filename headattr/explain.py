@@ -14,7 +14,8 @@ from headattr.inputs import inputs_from_memory
 from headattr.model.capture import capture, pad
 from headattr.model.proof import TOLERANCE
 from headattr.model.tokens import Prompt
-from headattr.pipeline import Run, checked_table, label_lines, layer_task, plan
+from headattr.pipeline import checked_table, layer_task
+from headattr.plan import Run, label_lines, make_run
 from headattr.query import SourceNames, edge_answer, source_names
 from headattr.store.rows import Active, EdgeRow, OvRow
 
@@ -38,7 +39,7 @@ def explain_edge(
     for an edge that cannot exist.
     """
     options = {"heads": str(parse_head(head)), **options}
-    run = plan(*inputs_from_memory(model, basis, output, [text], "", tokenizer, options))
+    run = make_run(*inputs_from_memory(model, basis, output, [text], "", tokenizer, options))
     if not run.prompts:
         raise UsageError(f"the text cannot run: {run.manifest['set_aside'][0]['reason']}")
     prompt, layer_plan = run.prompts[0], run.plans[0]

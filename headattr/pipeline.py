@@ -7,7 +7,6 @@
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,49 +15,26 @@ from numpy.typing import NDArray
 
 from headattr.attribution.layer import LayerTask, attribute_layer, swallow_attention
 from headattr.basis.component import ActiveFeatures
-from headattr.basis.load import Sources, load_sources
-from headattr.config import RunConfig, canonical_hash
 from headattr.edges import (
     HeadId,
     LayerTable,
-    listed_edges,
     non_finite_column,
     parse_edge_rule,
-    parse_heads,
     select_edges,
     token_filter,
 )
-from headattr.errors import PromptError, UsageError
-from headattr.inputs import Inputs, inputs_from_memory
+from headattr.errors import PromptError
+from headattr.inputs import inputs_from_memory
 from headattr.model.capture import PromptCapture, capture, pad
 from headattr.model.head import HeadWeights
-from headattr.model.load import LoadedModel, load_model
-from headattr.model.proof import TOLERANCE, Errors, prove
-from headattr.model.tokens import Prompt, decide_bos, tokenize, vocabulary_lines
-from headattr.store.manifest import begin, build_manifest
+from headattr.model.proof import TOLERANCE
+from headattr.model.tokens import Prompt
+from headattr.plan import Run, label_lines, make_run
+from headattr.store.manifest import begin
 from headattr.store.published import read_sidecar
 from headattr.store.reader import Store
 from headattr.store.writer import ActiveLists, LayerPlan, PromptResult, write_shard
 from headattr.texts import SetAside
-
-
-@dataclass(frozen=True)
-class Run:
-    """A run whose every input has been checked; nothing is written yet."""
-
-    config: RunConfig
-    model: LoadedModel
-    proof: Errors
-    sources: Sources
-    prompts: list[Prompt]
-    plans: list[LayerPlan]
-    listed: Mapping[tuple[int, HeadId], list[tuple[int, int]]]
-    manifest: dict[str, Any]
-
-    @property
-    def source_list(self) -> list[Any]:
-        """Bases and outputs, each once, in the order of the manifest."""
-        return distinct(self.sources)
 
 
 def attribute(
@@ -80,55 +56,9 @@ def attribute(
     `texts`: a file, strings, lists of token ids, or a tokenizer's padded batch. `options`: fields
     of `RunConfig`. Raises HeadattrError before any work.
     """
-    return execute(plan(*inputs_from_memory(model, basis, output, texts, out, tokenizer, options)))
-
-
-def plan(config: RunConfig, inputs: Inputs) -> Run:
-    """Step 1. Raises HeadattrError, before any work, for whatever does not fit."""
-    rule = parse_edge_rule(config.edges)
-    for text in (config.q_token, config.k_token):
-        token_filter(text, ())
-    if not inputs.texts.prompts and not inputs.texts.set_aside:
-        raise UsageError(f"--texts {config.texts} holds no prompt; expected at least one")
-    model = load_model(
-        inputs.model, tokenizer=inputs.tokenizer, device=config.device, dtype=config.dtype
+    return execute(
+        make_run(*inputs_from_memory(model, basis, output, texts, out, tokenizer, options))
     )
-    sources = load_sources(model, inputs.basis, inputs.output)
-    heads, skipped = _heads(config, model, sources)
-    plans = [
-        _plan_layer(config, layer, heads, sources) for layer in sorted({h.layer for h in heads})
-    ]
-    for layer_plan in plans:
-        if layer_plan.output is not None:
-            distinct(sources)[layer_plan.output].check_read(config.read)
-    proof = prove(model)
-    declared = {
-        f"{s.about.name} of layer {s.about.layer}": s.about.prepend_bos
-        for s in distinct(sources)
-        if s.about.prepend_bos is not None
-    }
-    bos = decide_bos(model.tokenizer, config.bos, declared)
-    prompts, aside = tokenize(model, inputs.texts.prompts, bos, truncate=config.truncate)
-    lengths = {prompt.id: len(prompt.tokens) for prompt in prompts}
-    listed = listed_edges(Path(rule.path), lengths, heads) if rule.kind == "file" else {}
-    manifest = build_manifest(
-        config,
-        model=_about_model(model, proof),
-        sources=[source.about._asdict() for source in distinct(sources)],
-        plans=plans,
-        prompts=list(lengths),
-        set_aside=sorted(
-            (a.as_dict() for a in (*inputs.texts.set_aside, *aside)), key=lambda a: a["prompt"]
-        ),
-        bos=bos._asdict(),
-        texts_hash=inputs.texts.hash,
-        layers_without_basis=skipped,
-        listed_hash=canonical_hash(sorted(map(str, listed.items())))
-        if rule.kind == "file"
-        else None,
-        labelled=[i for i, source in enumerate(distinct(sources)) if has_labels(source)],
-    )
-    return Run(config, model, proof, sources, prompts, plans, listed, manifest)
 
 
 def execute(run: Run) -> Store:
@@ -274,72 +204,6 @@ def layer_task(
     )
 
 
-def distinct(sources: Sources) -> list[Any]:
-    """Bases, then outputs that are no basis."""
-    found = list(sources.bases.values())
-    return found + [o for o in sources.outputs.values() if not any(o is basis for basis in found)]
-
-
-def _about_model(model: LoadedModel, proof: Errors) -> dict[str, Any]:
-    return {
-        "name": model.name,
-        "family": model.family.name,
-        "hash": model.hash(),
-        "notes": list(model.notes),
-        "n_layers": len(model.layers),
-        "n_heads": model.n_heads,
-        "d_model": model.d_model,
-        "context": model.context,
-        "proof": proof._asdict(),
-    }
-
-
-def _heads(
-    config: RunConfig, model: LoadedModel, sources: Sources
-) -> tuple[list[HeadId], list[int]]:
-    """The heads to attribute, and the layers that `all` leaves out for want of a basis."""
-    heads = parse_heads(config.heads, len(model.layers), model.n_heads)
-    without = sorted({head.layer for head in heads} - sources.bases.keys())
-    if without and config.heads != "all":
-        raise UsageError(
-            f"--heads {config.heads}: layers {without} have no basis; give one each, as "
-            f"--basis {without[0]}=PATH"
-        )
-    kept = [head for head in heads if head.layer in sources.bases]
-    if not kept:
-        raise UsageError("no head has a basis; give at least one --basis layer=PATH")
-    return kept, without
-
-
-def _plan_layer(config: RunConfig, layer: int, heads: list[HeadId], sources: Sources) -> LayerPlan:
-    order = distinct(sources)
-    later = [found for found in sources.outputs if found > layer]
-    reason, output = None, None
-    if later:
-        output = sources.outputs[min(later)]
-    elif layer + 1 in sources.bases:
-        output = sources.bases[layer + 1]
-    else:
-        given = (
-            f"none of the outputs is behind layer {layer}"
-            if sources.outputs
-            else "no --output was given"
-        )
-        reason = (
-            f"{given}, and layer {layer + 1} has no basis: add --output {layer + 1}=PATH "
-            "or --output unembed"
-        )
-    return LayerPlan(
-        layer,
-        [head.head for head in heads if head.layer == layer],
-        next(i for i, source in enumerate(order) if source is sources.bases[layer]),
-        None if output is None else next(i for i, source in enumerate(order) if source is output),
-        None if output is None else "unembed" if output.about.kind == "unembed" else config.read,
-        config.outputs == "all" and output is not None,
-        reason,
-    )
-
-
 def _selector(run: Run, layer: int, prompt: Prompt, flagged: NDArray[np.bool_]) -> Any:
     rule = parse_edge_rule(run.config.edges)
     q_allowed = token_filter(run.config.q_token, prompt.token_texts)
@@ -373,20 +237,6 @@ def _lists(active: ActiveFeatures, captured: PromptCapture, source: Any) -> Acti
     return ActiveLists(ptr, ids, acts, counted)
 
 
-def has_labels(source: Any) -> bool:
-    """Are there labels to copy into the store?"""
-    return source.about.labels is not None or source.about.kind == "unembed"
-
-
-def label_lines(source: Any, model: LoadedModel) -> str | None:
-    """The labels.jsonl to copy into the store; for the unembedding, the vocabulary."""
-    if source.about.labels is not None:
-        return Path(source.about.labels).read_text(encoding="utf-8")
-    if source.about.kind == "unembed":
-        return vocabulary_lines(model)
-    return None
-
-
 class _progress:
     """A bar on standard error, over prompts."""
 
@@ -397,7 +247,7 @@ class _progress:
             total=len(run.prompts),
             unit="prompt",
             file=sys.stderr,
-            disable=not run.config.progress,
+            disable=None if run.config.progress else True,
             leave=False,
         )
 

@@ -6,8 +6,9 @@ from typing import Any
 
 from headattr.config import RunConfig
 from headattr.inputs import inputs_of
-from headattr.pipeline import execute, plan
-from headattr.store.check import check
+from headattr.pipeline import execute
+from headattr.plan import make_run
+from headattr.store.check import check_store
 
 
 def run(config: RunConfig) -> dict[str, Any]:
@@ -18,8 +19,8 @@ def run(config: RunConfig) -> dict[str, Any]:
     "layers_without_basis", "seconds"}.
     """
     started = time.monotonic()
-    with execute(plan(config, inputs_of(config))) as store:
-        checked = check(store)
+    with execute(make_run(config, inputs_of(config))) as store:
+        checked = check_store(store)
         manifest = store.manifest
         return {
             "out": str(store.path),

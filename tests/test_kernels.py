@@ -1,4 +1,4 @@
-"""pair_topk: the batched path gives what the loops give, whatever the shapes, ties and broken
+"""topk_pairs: the batched path gives what the loops give, whatever the shapes, ties and broken
 values."""
 
 from collections.abc import Callable
@@ -14,12 +14,12 @@ from headattr.kernels.pair_topk import batched, naive
 from headattr.kernels.pair_topk.batched import PairTopK
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
-PATHS = {"naive": naive.pair_topk, "batched": batched.pair_topk}
+PATHS = {"naive": naive.topk_pairs, "batched": batched.topk_pairs}
 PROFILE = settings(max_examples=120, deadline=None, derandomize=True)
 
 
 class Case(NamedTuple):
-    """Arguments of pair_topk."""
+    """Arguments of topk_pairs."""
 
     left: Tensor
     right: Tensor
@@ -71,7 +71,7 @@ def _assert_whole(found: PairTopK, case: Case) -> None:
 @PROFILE
 @given(cases(whole=True))
 def test_on_whole_numbers_batched_and_naive_are_equal_to_the_last_tie(case: Case) -> None:
-    found, wanted = batched.pair_topk(*case), naive.pair_topk(*case)
+    found, wanted = batched.topk_pairs(*case), naive.topk_pairs(*case)
     _assert_whole(found, case)
     for name, value in wanted._asdict().items():
         assert torch.equal(getattr(found, name), value), name
@@ -81,7 +81,7 @@ def test_on_whole_numbers_batched_and_naive_are_equal_to_the_last_tie(case: Case
 @PROFILE
 @given(cases(whole=False))
 def test_on_real_numbers_batched_and_naive_differ_by_rounding_only(case: Case) -> None:
-    found, wanted = batched.pair_topk(*case), naive.pair_topk(*case)
+    found, wanted = batched.topk_pairs(*case), naive.topk_pairs(*case)
     _assert_whole(found, case)
     _assert_whole(wanted, case)
     for edge in range(len(case.left)):
@@ -227,11 +227,11 @@ def test_no_edges_and_no_slots_give_empty_tables_of_the_asked_width(
 @PROFILE
 @given(cases(whole=True), st.integers(1, 3))
 def test_chunks_of_edges_and_wider_padding_do_not_change_a_bit(case: Case, step: int) -> None:
-    whole = batched.pair_topk(*case)
+    whole = batched.topk_pairs(*case)
     widen = torch.nn.functional.pad
     wider = [widen(part, (0, 0, 0, 3), value=float("nan")) for part in case[:2]]
     parts = [
-        batched.pair_topk(*(part[i : i + step] for part in (*wider, *case[2:4])), case.k)
+        batched.topk_pairs(*(part[i : i + step] for part in (*wider, *case[2:4])), case.k)
         for i in range(0, len(case.left), step)
     ]
     for name in PairTopK._fields if parts else ():

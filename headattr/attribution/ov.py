@@ -18,7 +18,7 @@ from torch import Tensor
 from headattr.attribution.qk import relative
 from headattr.attribution.sides import Projected, strongest
 from headattr.basis.component import Reads
-from headattr.kernels.pair_topk.batched import PairTopK, pair_topk
+from headattr.kernels.pair_topk.batched import PairTopK, topk_pairs
 from headattr.model.head import HeadWeights
 
 _CHUNK = 1 << 24  # numbers of a temporary over all features of an output
@@ -125,7 +125,7 @@ def ov_edges(
         n_o = output.reads.active.counts[q_pos]
     weight = (pattern * scale)[:, None]
     n_v = value.counts[k_pos]
-    pairs = pair_topk(weight[:, None] * value.features[k_pos], R, n_v, n_o, topk)
+    pairs = topk_pairs(weight[:, None] * value.features[k_pos], R, n_v, n_o, topk)
     reads = weight * einsum(R, value.whole[k_pos], "edge o d, edge d -> edge o")
     gap = einsum(R, head.missed[k_pos], "edge o d, edge d -> edge o") * scale[:, None]
     worst = relative(gap.abs(), size_r * head.own_written[k_pos, None])

@@ -14,7 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from headattr.attribution.sides import Projected, strongest
-from headattr.kernels.pair_topk.batched import PairTopK, pair_topk
+from headattr.kernels.pair_topk.batched import PairTopK, topk_pairs
 
 
 class QkEdges(NamedTuple):
@@ -55,7 +55,7 @@ def qk_edges(
         query.kinds[q_pos], key.kinds[k_pos], "edge q_kind d, edge k_kind d -> edge q_kind k_kind"
     )
     n_q, n_k = query.counts[q_pos], key.counts[k_pos]
-    pairs = pair_topk(scale * query.features[q_pos], key.features[k_pos], n_q, n_k, topk)
+    pairs = topk_pairs(scale * query.features[q_pos], key.features[k_pos], n_q, n_k, topk)
     q_all = scale * einsum(
         query.features[q_pos], key.whole[k_pos], "edge slot d, edge d -> edge slot"
     )

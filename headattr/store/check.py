@@ -33,7 +33,7 @@ class _Found(NamedTuple):
     problems: list[str]
 
 
-def check(store: Store) -> dict[str, Any]:
+def check_store(store: Store) -> dict[str, Any]:
     """{"ok", "shards", "edges", "completeness", "ov", "pattern_error", "set_aside", "problems"}.
 
     Errors are worst and median over all edges; null where there are none. Every problem names its

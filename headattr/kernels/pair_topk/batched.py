@@ -20,7 +20,7 @@ class PairTopK(NamedTuple):
     """Products that were NaN or infinite and so were left out."""
 
 
-def pair_topk(
+def topk_pairs(
     left: Float[Tensor, "edge n d"],
     right: Float[Tensor, "edge m d"],
     n_left: Int[Tensor, "edge"],

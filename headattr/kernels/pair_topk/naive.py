@@ -1,4 +1,4 @@
-"""The definition of pair_topk, in loops."""
+"""The definition of topk_pairs, in loops."""
 
 import math
 
@@ -9,14 +9,14 @@ from torch import Tensor
 from headattr.kernels.pair_topk.batched import PairTopK
 
 
-def pair_topk(
+def topk_pairs(
     left: Float[Tensor, "edge n d"],
     right: Float[Tensor, "edge m d"],
     n_left: Int[Tensor, "edge"],
     n_right: Int[Tensor, "edge"],
     k: int,
 ) -> PairTopK:
-    """As `batched.pair_topk`, one pair after the other."""
+    """As `batched.topk_pairs`, one pair after the other."""
     edges = len(left)
     values = left.new_zeros(edges, k)
     slots = torch.full((2, edges, k), -1, dtype=torch.int32, device=left.device)
