@@ -209,9 +209,12 @@ def _merged(arguments: list[str], repeatable: tuple[str, ...]) -> list[str]:
 
 
 def _demo(command: Demo) -> int:
+    import torch
+
     from headattr.demo import render_demo, run_demo
 
     _quiet()
+    torch.set_num_threads(1)  # its matrices are small: threads would only wait for each other
     answer = run_demo(command.out)
     _print(answer, command.json, render_demo)
     return 0

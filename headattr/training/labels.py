@@ -60,7 +60,7 @@ class FeatureLabel(NamedTuple):
     max_activation: float
     """The largest activation seen, 0 where there was none."""
     contexts: list[Context]
-    """Its strongest contexts, strongest first, no two with the same text."""
+    """Its strongest contexts, no two with the same tail and token."""
 
 
 class LabelStyle(NamedTuple):
@@ -79,16 +79,21 @@ class LabelStyle(NamedTuple):
 
 
 class TopWindows(NamedTuple):
-    """For each feature, the windows in which it was strongest, strongest first."""
+    """For each feature, the windows in which it was strongest, strongest first.
+
+    Windows in which it was active only early come after all others.
+    """
 
     activation: Float[Tensor, "rank d_sae"]
-    """The largest activation in the window; 0 where the feature has fewer windows than ranks."""
+    """The largest activation in the window; 0 where it was not active in as many windows."""
     window: Int[Tensor, "rank d_sae"]
     """Which window, counted over all batches."""
     pos: Int[Tensor, "rank d_sae"]
     """Where in it."""
     active: Int[Tensor, " d_sae"]
     """Number of positions at which the feature was active."""
+    strongest: Float[Tensor, " d_sae"]
+    """Its largest activation, early positions included."""
     positions: int
     """Number of positions seen."""
 
@@ -106,30 +111,30 @@ def encoded_windows(
 
 
 def top_windows(
-    batches: Iterable[tuple[Float[Tensor, "window pos d_sae"], int]], ranks: int = 10
+    batches: Iterable[tuple[Float[Tensor, "window pos d_sae"], int]],
+    ranks: int = 20,
+    early: int = 8,
 ) -> TopWindows:
     """The `ranks` strongest windows of each feature.
 
     A batch is activations, zero at positions that do not count, and the number of positions that
-    do. Windows may differ in length from batch to batch. HeadattrError where there is no batch.
+    do. Windows may differ in length from batch to batch. Positions before `early` have little text
+    to quote: they are taken for features that are active nowhere else in the window.
+    HeadattrError where there is no batch.
     """
-    best: Tensor | None = None
-    found = torch.empty(0)
-    active, positions, seen = torch.empty(0), 0, 0
+    top: TopWindows | None = None
+    seen = 0
     for acts, counted in batches:
-        peaks, pos = acts.max(1)
+        peaks, pos = _peaks(acts, early)
         window = torch.arange(seen, seen + len(acts)).unsqueeze(1).expand_as(pos)
-        here = torch.stack([window, pos])
-        if best is None:
-            best, found, active = peaks[:0], here[:, :0], pos.new_zeros(acts.shape[-1])
-        best, found = torch.cat([best, peaks]), torch.cat([found, here], dim=1)
-        best, kept = best.topk(min(ranks, len(best)), dim=0)
-        found = found.gather(1, kept.expand(2, *kept.shape))
-        active = active + (acts > 0).sum((0, 1))
-        positions, seen = positions + counted, seen + len(acts)
-    if best is None:
+        active, strongest = (acts > 0).sum((0, 1)), acts.amax((0, 1))
+        here = TopWindows(peaks, window, pos, active, strongest, counted)
+        top = here if top is None else _joined(top, here)
+        top = _best(top, ranks, early)
+        seen += len(acts)
+    if top is None:
         raise HeadattrError("no activations to label features from: the text set gave no window")
-    return TopWindows(best, found[0], found[1], active, positions)
+    return top
 
 
 def label_features(
@@ -145,20 +150,19 @@ def label_features(
     """
     density = (top.active.double() / max(1, top.positions)).tolist()
     rows = windows.tolist()
+    strongest = top.strongest.tolist()
     columns = (top.activation.T.tolist(), top.window.T.tolist(), top.pos.T.tolist())
     for feature, places in enumerate(zip(*columns, strict=True)):
-        contexts: dict[tuple[str, str, str], Context] = {}
-        snippets: dict[str, None] = {}
-        for strength, window, pos in zip(*places, strict=True):
-            if strength <= 0 or len(contexts) == style.contexts:
+        contexts: dict[str, Context] = {}
+        for activation, window, pos in zip(*places, strict=True):
+            if activation <= 0 or len(contexts) == style.contexts:
                 break
-            text = _context(rows[window], pos, token_text, style)
-            if text not in contexts:
-                contexts[text] = Context(*text, strength)
-                snippets[_snippet(rows[window], pos, token_text, style)] = None
-        label = " , ".join(list(snippets)[: style.quoted]) if snippets else None
-        strongest = max(places[0][0], 0.0)
-        yield FeatureLabel(feature, label, density[feature], strongest, list(contexts.values()))
+            snippet = _snippet(rows[window], pos, token_text, style)
+            if snippet not in contexts:
+                contexts[snippet] = _context(rows[window], pos, token_text, style, activation)
+        label = " , ".join(list(contexts)[: style.quoted]) if contexts else None
+        found = list(contexts.values())
+        yield FeatureLabel(feature, label, density[feature], strongest[feature], found)
 
 
 def write_labels(labels: Iterable[FeatureLabel], path: Path) -> None:
@@ -176,12 +180,44 @@ def write_labels(labels: Iterable[FeatureLabel], path: Path) -> None:
             lines.write(json.dumps(record, ensure_ascii=False, separators=(",", ":")) + "\n")
 
 
+def _peaks(acts: Tensor, early: int) -> tuple[Tensor, Tensor]:
+    """Largest activation and its position [window, d_sae], early ones only where no other is."""
+    late = acts[:, early:]
+    first_peaks, first_pos = acts.max(1)
+    if not late.shape[1]:
+        return first_peaks, first_pos
+    peaks, pos = late.max(1)
+    return torch.where(peaks > 0, peaks, first_peaks), torch.where(
+        peaks > 0, pos + early, first_pos
+    )
+
+
+def _joined(top: TopWindows, more: TopWindows) -> TopWindows:
+    return TopWindows(
+        torch.cat([top.activation, more.activation]),
+        torch.cat([top.window, more.window]),
+        torch.cat([top.pos, more.pos]),
+        top.active + more.active,
+        torch.maximum(top.strongest, more.strongest),
+        top.positions + more.positions,
+    )
+
+
+def _best(top: TopWindows, ranks: int, early: int) -> TopWindows:
+    """The first `ranks` windows of each feature: late ones by activation, then early ones."""
+    late = (top.pos >= early) & (top.activation > 0)
+    order = top.activation + late * 2 * (1 + top.strongest)
+    kept = order.topk(min(ranks, len(order)), dim=0).indices
+    first = (part.gather(0, kept) for part in top[:3])
+    return TopWindows(*first, *top[3:])
+
+
 def _context(
-    row: list[int], pos: int, token_text: Sequence[str], style: LabelStyle
-) -> tuple[str, str, str]:
+    row: list[int], pos: int, token_text: Sequence[str], style: LabelStyle, activation: float
+) -> Context:
     before = "".join(token_text[token] for token in row[max(0, pos - style.before) : pos])
     after = "".join(token_text[token] for token in row[pos + 1 : pos + 1 + style.after])
-    return before, token_text[row[pos]], after
+    return Context(before, token_text[row[pos]], after, activation)
 
 
 def _snippet(row: list[int], pos: int, token_text: Sequence[str], style: LabelStyle) -> str:

@@ -33,8 +33,8 @@ def draw_edge(
     mpl.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure = plt.figure(figsize=(13, 8), dpi=130)
-    grid = figure.add_gridspec(2, 2, height_ratios=(1, 2.4), hspace=0.28, wspace=0.75)
+    figure = plt.figure(figsize=(13, 6.6), dpi=130)
+    grid = figure.add_gridspec(2, 2, height_ratios=(0.35, 2.4), hspace=0.3, wspace=0.75)
     _draw_text(figure.add_subplot(grid[0, :]), answer, tokens, keys)
     qk = answer["qk"]
     shown = [
