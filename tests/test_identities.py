@@ -38,11 +38,12 @@ WORST: dict[str, float] = {}
 
 @pytest.fixture(scope="module", autouse=True)
 def proven(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Today's worst float32 error of each family must not exceed the packaged figure."""
+    """Today's worst float32 error of each family must not exceed the packaged figure, which leaves
+    other processors a factor of four."""
     yield
     path = Path(__file__).parents[1] / "headattr" / "model" / "proven.json"
     if request.config.getoption("--write-proven"):
-        rounded = {name: _one_digit_up(2 * error) for name, error in sorted(WORST.items())}
+        rounded = {name: _one_digit_up(4 * error) for name, error in sorted(WORST.items())}
         path.write_text(json.dumps(rounded) + "\n", encoding="utf-8")
     else:
         assert {n for n, e in WORST.items() if e > proven_errors()[n]} == set()
