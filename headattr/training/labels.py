@@ -208,8 +208,11 @@ def _best(top: TopWindows, ranks: int, early: int) -> TopWindows:
     late = (top.pos >= early) & (top.activation > 0)
     order = top.activation + late * 2 * (1 + top.strongest)
     kept = order.topk(min(ranks, len(order)), dim=0).indices
-    first = (part.gather(0, kept) for part in top[:3])
-    return TopWindows(*first, *top[3:])
+    return top._replace(
+        activation=top.activation.gather(0, kept),
+        window=top.window.gather(0, kept),
+        pos=top.pos.gather(0, kept),
+    )
 
 
 def _context(
