@@ -5,8 +5,9 @@
 
 Out come, in the cache folder ($HEADATTR_CACHE or ~/.cache/headattr), `smollm2-saes/resid_pre_12/`
 and `resid_pre_13/`, SAELens dictionaries in bfloat16 with labels.jsonl; their scores on held-out
-windows are printed; a second run finds them and does nothing. The sizes are those of `dictionaries/smollm2/recipe.toml`. The text is that of
-CPython's help topics and docstrings; with --speeches (see `train_demo_model.py`) half is speeches.
+windows are printed; a second run finds them and does nothing. The sizes are those of
+`dictionaries/smollm2/recipe.toml`. The text is that of CPython's help topics and docstrings; with
+--speeches (see `train_demo_model.py`) half is speeches.
 """
 
 import argparse
