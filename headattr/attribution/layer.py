@@ -1,7 +1,8 @@
 """All edges of one layer of one prompt -> a LayerTable. The loop over heads lives here and nowhere
 else."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +21,7 @@ from headattr.attribution.ov import (
     ov_head,
 )
 from headattr.attribution.qk import qk_edges, share_sums
-from headattr.attribution.sides import Projected, prepare, project
+from headattr.attribution.sides import Prepared, Projected, prepare, project
 from headattr.basis.component import Components, Reads
 from headattr.edges import TOP_MARGINALS, LayerTable, OvTable
 from headattr.model.capture import LayerCapture
@@ -29,6 +30,9 @@ from headattr.model.proof import layer_errors
 
 SINK_RATIO = 10.0
 """A position whose residual norm is over this many medians swallows attention."""
+
+_WORTH_THREADS = 1 << 29
+"""Multiplications of one projection from which more than one thread pays."""
 
 Selector = Callable[[int, NDArray[np.floating]], tuple[NDArray[np.int64], NDArray[np.int64]]]
 """(head, pattern [q_pos, k_pos]) -> query and key positions of its kept edges."""
@@ -62,8 +66,26 @@ def swallow_attention(resid_pre: Float[Tensor, "pos d_model"]) -> NDArray[np.boo
 
 def attribute_layer(task: LayerTask) -> LayerTable:
     """Fill the table of one layer of one prompt."""
+    prepared = prepare(task.weights, task.components, task.directions, task.kept.resid_pre)
+    with _threads(prepared.directions.numel() * task.weights.W_Q.shape[-1]):
+        return _attribute(task, prepared)
+
+
+@contextmanager
+def _threads(multiplications: int) -> Iterator[None]:
+    """One CPU thread while matrices are small: on a shared machine more would wait for each other,
+    and be ten times slower."""
+    before = torch.get_num_threads()
+    if multiplications < _WORTH_THREADS:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _attribute(task: LayerTask, prepared: Prepared) -> LayerTable:
     weights, kept = task.weights, task.kept
-    prepared = prepare(weights, task.components, task.directions, kept.resid_pre)
     length = len(kept.resid_pre)
     allowed = weights.allowed(torch.arange(length, device=kept.resid_pre.device), length)
     pattern = _own_pattern(weights, kept, allowed)
