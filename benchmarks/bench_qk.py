@@ -19,10 +19,11 @@ import torch
 from headattr.attribution.qk import qk_edges
 from headattr.attribution.sides import prepare, project
 from headattr.basis.component import ActiveFeatures, decompose
+from headattr.kernels.pair_topk.batched import topk_pairs
 from headattr.model.head import HeadWeights, Norm
 
 D_MODEL, HEADS, D_HEAD, LENGTH, ACTIVE, D_SAE, TOPK = 768, 12, 64, 128, 64, 24576, 20
-MEASURED_HEADS, LOOP_EDGES, CHUNK, REPEATS = 3, 500, 2048, 5
+MEASURED_HEADS, LOOP_EDGES, CHUNK, REPEATS = 3, 500, 256, 5
 
 
 def make_layer() -> HeadWeights:
@@ -76,6 +77,12 @@ def main() -> None:
             for q, k in zip(q_pos.split(CHUNK), k_pos.split(CHUNK), strict=True):
                 qk_edges(query, key, own[head], weights.scale, q, k, topk=TOPK, top_marginals=8)
 
+    def pairs_only() -> None:
+        for head in range(MEASURED_HEADS):
+            query, key = sides(head)
+            for q, k in zip(q_pos.split(CHUNK), k_pos.split(CHUNK), strict=True):
+                topk_pairs(query.features[q], key.features[k], query.counts[q], key.counts[k], TOPK)
+
     def products() -> None:
         for head in range(MEASURED_HEADS):
             query, key = sides(head)
@@ -92,8 +99,9 @@ def main() -> None:
 
     rates = {
         "batched": median_rate(edges, batched),
+        "batched, pairs alone": median_rate(edges, pairs_only),
         "bare products": median_rate(edges, products),
-        "loop over edges": median_rate(LOOP_EDGES, loop),
+        "loop over edges, pairs alone": median_rate(LOOP_EDGES, loop),
     }
     ratios = {
         f"batched / {name}": round(rates["batched"] / rates[name], 2) for name in list(rates)[1:]

@@ -52,7 +52,7 @@ class LayerTask:
     select: Selector
     topk: int
     top_marginals: int = TOP_MARGINALS
-    chunk_numbers: int = 1 << 24
+    chunk_numbers: int = 1 << 21
     """Products held at once; bounds the memory, never the result."""
 
 
