@@ -12,6 +12,7 @@ _PUBLIC = {
     "attribute": "headattr.pipeline",
     "explain_edge": "headattr.explain",
     "open_store": "headattr.store.reader",
+    "query_edge": "headattr.query",
     "Store": "headattr.store.reader",
     "RunConfig": "headattr.config",
     "Edge": "headattr.edges",
@@ -29,6 +30,7 @@ __all__ = [
     "attribute",
     "explain_edge",
     "open_store",
+    "query_edge",
 ]
 
 if TYPE_CHECKING:
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
     from headattr.errors import HeadattrError
     from headattr.explain import explain_edge
     from headattr.pipeline import attribute
+    from headattr.query import query_edge
     from headattr.store.reader import Store, open_store
 
 

@@ -36,7 +36,7 @@ class QueryEdge:
     """Why is this edge there, and what does it move?
 
     Example:
-      headattr query edge headattr-demo --prompt 0 --head L3H0 --q 40 --k 12
+      headattr query edge headattr-demo/store --prompt 4 --head L3H0 --q 17 --k 6
     """
 
     store: tyro.conf.Positional[Path]
@@ -60,7 +60,7 @@ class Check:
     """Is a result whole, and does it add up? Exit 1 if anything is off.
 
     Example:
-      headattr check headattr-demo
+      headattr check headattr-demo/store
     """
 
     store: tyro.conf.Positional[Path]
@@ -233,14 +233,12 @@ def _run(config: RunConfig) -> int:
 
 def _query_edge(command: QueryEdge) -> int:
     from headattr import query
-    from headattr.edges import Edge, parse_head
     from headattr.store.reader import open_store
 
-    head = parse_head(command.head)
+    if command.pairs < 0:
+        raise UsageError(f"--pairs is {command.pairs}; expected at least 0")
     with open_store(command.store) as store:
-        answer = query.edge(
-            store, command.prompt, Edge(head.layer, head.head, command.q, command.k)
-        )
+        answer = query.query_edge(store, command.prompt, command.head, command.q, command.k)
         _warn(store.problems)
     _print(answer, command.json, lambda found: query.render_edge(found, pairs=command.pairs))
     return 0

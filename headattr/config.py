@@ -1,5 +1,4 @@
-"""What a run is asked to do: one frozen dataclass that is the command line, the Python API and the
-metadata."""
+"""What a run is asked to do: the command line, the Python API and the metadata at once."""
 
 import hashlib
 import json
@@ -141,6 +140,8 @@ def parse_specs(
             found += _from_toml(embedded / "demo" / "spec.toml", role)
         elif text == "unembed" and role == "output":
             found.append(SourceSpec("unembed", -1, "unembed"))
+        elif equals and target == "unembed":
+            raise UsageError(f"--{role} {text!r}: unembed takes no layer; write --output unembed")
         elif equals and layer.strip().isdigit():
             kind = "tokens" if target == "tokens" else "sae"
             found.append(

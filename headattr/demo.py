@@ -1,5 +1,4 @@
-"""The demo: the embedded model explained over the embedded texts, in words, numbers and a
-picture."""
+"""The demo: the embedded model explained over the embedded texts."""
 
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -115,16 +114,20 @@ def _worth_a_look(seen: list[_Seen]) -> list[_Seen]:
 def render_demo(answer: dict[str, Any]) -> str:
     """The findings as text for a terminal."""
     lines = [
-        "Heads worth a look (pattern on the previous token, on induction targets, share "
-        "explained by features):"
+        "Heads worth a look: the weight they give to the token before, to what followed an earlier",
+        "copy of the token (induction), and the share of their scores, over all edges, that",
+        "feature pairs explain (1 is all; the rest is bias and error):",
     ]
     lines += [
-        f"  {row['head']}  previous token {row['previous_token']:.2f}   induction "
-        f"{row['induction']:.2f}   "
-        f"features {row['feature_share']:.2f}"
+        f"  {row['head']}  token before {row['previous_token']:.2f}   induction "
+        f"{row['induction']:.2f}   explained {row['feature_share']:.2f}"
         for row in answer["heads"]
     ]
-    lines += ["", "Three edges, and the pairs of features behind them:"]
+    lines += [
+        "",
+        "Three edges, and the features behind them (a label quotes contexts, [x] is where it",
+        "fires; the model also learned from random strings):",
+    ]
     lines += [query.render_edge(edge, pairs=4) for edge in answer["edges"]]
     checked = answer["check"]
     lines += [

@@ -1,5 +1,4 @@
-"""An edge, which edges a run keeps, and the numpy tables that attribution fills and the store
-writes."""
+"""Edges, which of them a run keeps, and the numpy tables that attribution fills."""
 
 import json
 import re

@@ -1,5 +1,7 @@
-"""The errors that headattr raises on purpose: each says what was found, what was expected, what to
-do."""
+"""The errors that headattr raises on purpose.
+
+Each says what was found, what was expected, what to do.
+"""
 
 
 class HeadattrError(Exception):

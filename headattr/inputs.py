@@ -1,5 +1,7 @@
-"""What a run starts from: names on the command line, or objects in memory. Files are checked, no
-model is loaded."""
+"""What a run starts from: names on the command line, or objects in memory.
+
+Files are checked, no model is loaded.
+"""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -7,6 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 from headattr.basis.load import check_files
 from headattr.config import RunConfig, SourceSpec, check_specs, parse_specs
+from headattr.errors import UsageError
 from headattr.model.embedded import embedded_folder
 from headattr.texts import Texts, read_texts, texts_from_memory
 
@@ -44,6 +47,11 @@ def inputs_from_memory(
 ) -> tuple[RunConfig, Inputs]:
     """The configuration and inputs of a call from Python; see `headattr.attribute` for what each
     may be."""
+    unknown = sorted(options.keys() - RunConfig.__dataclass_fields__.keys())
+    if unknown:
+        raise UsageError(f"there is no option {unknown[0]!r}; expected fields of RunConfig")
+    if isinstance(texts, str) and not Path(texts).exists() and Path(texts).suffix == "":
+        raise UsageError(f"there is no file {texts!r}; for texts in memory give a list of strings")
     config = RunConfig(
         model=str(model) if isinstance(model, str | Path) else type(model).__name__,
         texts=str(texts) if isinstance(texts, str | Path) else "in memory",

@@ -82,7 +82,7 @@ def execute(run: Run) -> Store:
                     set_aside=[item.as_dict() for item in aside],
                 )
             else:
-                advance(len(prompts))
+                advance(len(prompts) * len(run.plans))
     return Store(folder)
 
 
@@ -103,17 +103,19 @@ def attribute_prompts(
             sites=sites,
             ids_in_run=[prompt.id for prompt in batch],
         )
-        for prompt, result in zip(batch, _attribute_batch(run, batch, found), strict=True):
+        for prompt, result in zip(batch, _attribute_batch(run, batch, found, advance), strict=True):
             if isinstance(result, PromptError):
                 aside.append(SetAside(prompt.id, str(result)))
             else:
                 results.append(result)
-            advance(1)
     return results, aside
 
 
 def _attribute_batch(
-    run: Run, batch: Sequence[Prompt], found: Sequence[PromptCapture | PromptError]
+    run: Run,
+    batch: Sequence[Prompt],
+    found: Sequence[PromptCapture | PromptError],
+    advance: Any,
 ) -> list[PromptResult | PromptError]:
     """One result a prompt. The layers are the outer loop: their folded weights are made once."""
     tables: list[dict[int, LayerTable]] = [{} for _ in batch]
@@ -122,7 +124,9 @@ def _attribute_batch(
     actives = {i: [s.active(captured) for s in run.source_list] for i, captured in captures.items()}
     for layer_plan in run.plans:
         weights = run.model.family.head_weights(run.model.hf, layer_plan.layer)
+        advance(len(batch) - len(captures))
         for i, captured in captures.items():
+            advance(1)
             if i in failed:
                 continue
             task = layer_task(run, layer_plan, weights, batch[i], captured, actives[i])
@@ -238,16 +242,16 @@ def _lists(active: ActiveFeatures, captured: PromptCapture, source: Any) -> Acti
 
 
 class _progress:
-    """A bar on standard error, over prompts."""
+    """A bar on standard error, over the tables to fill: one a prompt and layer."""
 
     def __init__(self, run: Run) -> None:
         from tqdm import tqdm
 
         self.bar = tqdm(
-            total=len(run.prompts),
-            unit="prompt",
+            total=len(run.prompts) * len(run.plans),
+            unit=" tables",
             file=sys.stderr,
-            disable=None if run.config.progress else True,
+            disable=not run.config.progress,
             leave=False,
         )
 

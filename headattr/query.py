@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from headattr.edges import Edge, HeadId
+from headattr.edges import Edge, HeadId, parse_head
 from headattr.store.reader import Store
 from headattr.store.rows import Active, EdgeRow, OvRow
 
@@ -42,6 +42,12 @@ def edge(store: Store, prompt: int, edge: Edge) -> dict[str, Any]:
         read=plan["read"],
         ov_reason=plan["ov_reason"],
     )
+
+
+def query_edge(store: Store, prompt: int, head: str, q_pos: int, k_pos: int) -> dict[str, Any]:
+    """`edge` with the head written L5H1: what the command `query edge` answers."""
+    found = parse_head(head)
+    return edge(store, prompt, Edge(found.layer, found.head, q_pos, k_pos))
 
 
 def edge_answer(
@@ -219,15 +225,17 @@ def render_edge(answer: dict[str, Any], *, pairs: int = 8) -> str:
         f"{answer['k_token']!r}   "
         f"pattern {answer['pattern']:.3f}   score {answer['score']:.3f}"
         + ("   (the key swallows attention)" if answer["flagged"] else ""),
-        f"  why it looks there: features explain {qk['feature_share']:+.2f} of scale |Q||K|; "
-        f"the table adds up to {qk['completeness']:.1e}",
-        "  score = " + " ".join(_signed_totals(qk["totals"])),
+        f"  why it looks there: the score as query part by key part (error "
+        f"{qk['completeness']:.0e} of scale |Q||K|; features by features are "
+        f"{qk['feature_share']:+.2f} of it)",
+        *_total_lines(qk["totals"]),
+        "    strongest pairs, query feature by key feature:",
     ]
     lines += _pair_lines(qk["pairs"][:pairs], "q_feature", "k_feature")
     for ov in answer["ov"]:
         lines.append(
-            f"  what it moves, as {ov['output']} reads it ({ov['read']}; adds up to "
-            f"{ov['completeness']:.1e}):"
+            f"  what it moves, as {ov['output']} reads it ({ov['read']}; error "
+            f"{ov['completeness']:.0e}), value feature to output feature:"
         )
         lines += _pair_lines(ov["pairs"][:pairs], "v_feature", "o_feature")
     if answer["ov_reason"]:
@@ -235,15 +243,21 @@ def render_edge(answer: dict[str, Any], *, pairs: int = 8) -> str:
     return "\n".join(lines)
 
 
-def _signed_totals(totals: dict[str, dict[str, float]]) -> list[str]:
-    cells = [(abs(v), f"{v:+.3f} {q} x {k}") for q, row in totals.items() for k, v in row.items()]
-    return [text for _, text in sorted(cells, reverse=True)]
+def _total_lines(totals: dict[str, dict[str, float]]) -> list[str]:
+    """The totals as a small table, query kinds down, key kinds across."""
+    kinds = list(totals)
+    lines = ["    " + " " * 9 + "".join(f"{kind:>10}" for kind in kinds)]
+    for q_kind in kinds:
+        cells = "".join(f"{totals[q_kind][k_kind]:>+10.3f}" for k_kind in kinds)
+        lines.append(f"    {q_kind:9}{cells}")
+    return lines
 
 
 def _pair_lines(pairs: Sequence[dict[str, Any]], left: str, right: str) -> list[str]:
     width = max((len(name_of(pair[left])) for pair in pairs), default=0)
     return [
-        f"    {p['value']:+9.4f}  {name_of(p[left]):{width}}  x  {name_of(p[right])}" for p in pairs
+        f"    {p['value']:+11.4g}  {name_of(p[left]):{width}}  x  {name_of(p[right])}"
+        for p in pairs
     ]
 
 

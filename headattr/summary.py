@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from headattr.config import RunConfig
@@ -9,23 +10,29 @@ from headattr.inputs import inputs_of
 from headattr.pipeline import execute
 from headattr.plan import make_run
 from headattr.store.check import check_store
+from headattr.store.published import finished_shards
 
 
 def run(config: RunConfig) -> dict[str, Any]:
     """The command `run`: attribute, and say what was done and how it adds up.
 
-    {"out", "prompts", "edges", "set_aside": [...], "completeness", "ov", "pattern_error",
-    "model_notes", "bos", "sources": [{"name", "layer", "activation", "mean_l0", "assumed"}],
-    "layers_without_basis", "seconds"}.
+    {"out", "prompts", "edges", "shards": {"all", "finished_before"}, "set_aside": [...],
+    "completeness", "ov", "pattern_error", "problems", "model_notes", "bos",
+    "sources": [{"name", "layer", "activation", "mean_l0", "assumed"}], "layers_without_basis",
+    "no_output", "seconds"}.
     """
     started = time.monotonic()
-    with execute(make_run(config, inputs_of(config))) as store:
+    planned = make_run(config, inputs_of(config))
+    folder = Path(config.out)
+    reused = len(finished_shards(folder, planned.manifest)) if folder.exists() else 0
+    with execute(planned) as store:
         checked = check_store(store)
         manifest = store.manifest
         return {
             "out": str(store.path),
             "prompts": len(store.prompt_ids),
             "edges": checked["edges"],
+            "shards": {"all": len(manifest["shards"]), "finished_before": reused},
             "set_aside": store.set_aside,
             **{name: checked[name] for name in ("completeness", "ov", "pattern_error", "problems")},
             "model_notes": manifest["model"]["notes"],
@@ -55,6 +62,12 @@ def render_run(answer: dict[str, Any]) -> str:
         f"  BOS: {'prepended' if answer['bos']['prepend'] else 'not prepended'} "
         f"({answer['bos']['why']})",
     ]
+    if answer["shards"]["finished_before"]:
+        lines.append(
+            "  {finished_before} of {all} shards were there already".format(**answer["shards"])
+        )
+    if answer["prompts"] and not answer["edges"]:
+        lines.append("  no edge was kept: do --edges, --q-token and --k-token say what is meant?")
     for source in answer["sources"]:
         l0 = "" if source["mean_l0"] is None else f", mean L0 {source['mean_l0']:.1f}"
         lines.append(f"  layer {source['layer']}: {source['name']} ({source['activation']}{l0})")

@@ -1,5 +1,4 @@
-"""Prompts from a file or from memory; a bad one is set aside with its line, the others are not
-harmed."""
+"""Prompts from a file or from memory; a bad one is set aside with its line."""
 
 import hashlib
 import json

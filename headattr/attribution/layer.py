@@ -1,5 +1,4 @@
-"""All edges of one layer of one prompt -> a LayerTable. The loop over heads lives here and nowhere
-else."""
+"""All edges of one layer of one prompt -> a LayerTable; the only loop over heads."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

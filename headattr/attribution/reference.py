@@ -1,8 +1,7 @@
-"""The definition of an edge's tables, one component after the other: slow, readable, and what tests
-compare with.
+"""The definition of an edge's tables, one component after the other, for tests.
 
-Nothing is folded or projected ahead: each component goes through the norm, the weights and the
-rotation alone, in float64.
+Slow and readable: nothing is folded or projected ahead, each component goes through the norm, the
+weights and the rotation alone, in float64.
 """
 
 from typing import NamedTuple

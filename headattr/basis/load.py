@@ -1,5 +1,7 @@
-"""Dictionaries that were asked for -> bases and outputs, each loaded once, refused before any
-forward pass."""
+"""Dictionaries that were asked for -> bases and outputs, each loaded once.
+
+Whatever does not fit the model is refused before any forward pass.
+"""
 
 from pathlib import Path
 from typing import Any, Literal, NamedTuple

@@ -1,5 +1,4 @@
-"""Plain directions and activations: a dictionary of any origin, with its activations computed
-elsewhere."""
+"""Plain directions and activations: a dictionary of any origin."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -87,6 +86,12 @@ def plain_basis(
     plain: PlainDictionary, layer: int, *, d_model: int, dtype: torch.dtype, device: torch.device
 ) -> PlainBasis:
     """A basis at `layer`, in the model's type and on its device."""
+    given = plain.activations
+    if not isinstance(given, list | tuple) or not all(isinstance(a, Tensor) for a in given):
+        raise DictionaryError(
+            f"plain activations are a {type(given).__name__}; expected a list with one tensor "
+            "[positions, features] a prompt"
+        )
     if plain.directions.ndim != 2 or plain.directions.shape[1] != d_model:
         raise DictionaryError(
             f"plain directions are {tuple(plain.directions.shape)}; expected (features, {d_model})"

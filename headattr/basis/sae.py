@@ -1,8 +1,7 @@
-"""A residual SAE: x_i = scale_i (a_i W_dec + b_dec) + mean_i + e_i, with the dictionary's own
-activations.
+"""A residual SAE: x_i = scale_i (a_i W_dec + b_dec) + mean_i + e_i.
 
-scale_i and mean_i undo what the dictionary does to its input: a fixed factor
-(expected_average_only_in), the norm of x_i (constant_norm_rescale), its mean and deviation
+With the dictionary's own activations. scale_i and mean_i undo what it does to its input: a fixed
+factor (expected_average_only_in), the norm of x_i (constant_norm_rescale), its mean and deviation
 (layer_norm), its mean (a centred stream).
 """
 

@@ -1,5 +1,7 @@
-"""resid_pre 0 as tokens: each token's embedding is a feature of activation 1, its position a
-component."""
+"""resid_pre 0 as tokens: each token's embedding is a feature of activation 1.
+
+Its position, where the model learns positions, is a component; there is no error.
+"""
 
 from dataclasses import dataclass
 

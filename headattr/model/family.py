@@ -1,8 +1,7 @@
-"""A family of models and how it is found: every module of this package that has a FAMILY, or an
-entry point.
+"""A family of models, and how it is found.
 
-A third party adds a family with an entry point in the group `headattr.families` that names a
-`Family`.
+Every module of this package that has a FAMILY is one; a third party adds one with an entry point in
+the group `headattr.families` that names a `Family`.
 """
 
 import importlib

@@ -1,5 +1,4 @@
-"""Llama: RMSNorm, grouped-query attention, half-split rotary (default, linear, dynamic, YaRN,
-longrope, llama3)."""
+"""Llama: RMSNorm, grouped-query attention, half-split rotary of any scaling."""
 
 from typing import Any
 

@@ -1,7 +1,7 @@
-"""A model, ready to be explained: from a folder, a hub id, a GGUF file, a name, or an object in
-memory.
+"""A model, ready to be explained.
 
-Weights run in float32 or float64, whatever they are stored as; what was converted is in `notes`.
+From a folder, a hub id, a GGUF file, a name, or an object in memory. Weights run in float32 or
+float64, whatever they are stored as; what was converted is in `notes`.
 """
 
 import copy

@@ -1,5 +1,4 @@
-"""The table of `headattr models`: families, what is special, and the error that the identity tests
-measured."""
+"""The table of `headattr models`: families and the errors that were measured."""
 
 import json
 from importlib.resources import files

@@ -1,5 +1,7 @@
-"""Prompts -> token ids, and token ids -> what a person reads. Positions are keyed by index, never
-by text."""
+"""Prompts -> token ids, and token ids -> what a person reads.
+
+Positions are keyed by index, never by text.
+"""
 
 import json
 import re

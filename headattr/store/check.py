@@ -1,5 +1,7 @@
-"""Is a store whole and does it add up? Hashes, structure, ranges, and the errors that every edge
-carries."""
+"""Is a store whole and does it add up? Every problem by name.
+
+Hashes, structure, ranges, and the errors that every edge carries.
+"""
 
 import json
 from typing import Any, NamedTuple
@@ -85,10 +87,11 @@ def _manifest_problems(store: Store) -> list[str]:
         problems.append("manifest.json was changed: its hashes are not those of its content")
     done = {shard.sidecar["shard"] for shard in store.shards}
     named = " ".join(store.problems)
-    for entry in manifest["shards"]:
-        name = f"{SHARDS}/{shard_name(entry['index'])}.h5"
-        if entry["index"] not in done and name not in named:
-            problems.append(f"{name} is not finished: run the same command again")
+    names = [f"{SHARDS}/{shard_name(e['index'])}.h5" for e in manifest["shards"]]
+    missing = [n for i, n in enumerate(names) if i not in done and n not in named]
+    if missing:
+        more = f" and {len(missing) - 1} more are" if len(missing) > 1 else " is"
+        problems.append(f"{missing[0]}{more} not finished: run the same command again")
     for source in manifest["sources"]:
         if source["labels"] and not (store.path / LABELS / source["labels"]).is_file():
             problems.append(f"{LABELS}/{source['labels']} is missing: run the same command again")

@@ -1,5 +1,4 @@
-"""The manifest: what a run is, written once before any result, and compared before anything is
-added.
+"""The manifest: what a run is, written once, compared before anything is added.
 
 Two runs are the same when their identities are: the fields that change results, and the hashes of
 the model, the dictionaries, the texts and the listed edges. Paths, device and batch size are not

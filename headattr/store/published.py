@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from headattr.errors import StoreError
-from headattr.store.format import MANIFEST, SHARDS, STORE_FORMAT, VERSION
+from headattr.store.format import MANIFEST, SHARDS, STORE_FORMAT, VERSION, shard_name
 
 _PARTS = {
     "hash": str,
@@ -22,7 +22,9 @@ def read_manifest(path: Path) -> dict[str, Any]:
     version."""
     file = path / MANIFEST
     if not file.is_file():
-        raise StoreError(f"{path} is not a headattr store: it has no {MANIFEST}")
+        below = path / "store"
+        hint = f"; did you mean {below}?" if (below / MANIFEST).is_file() else ""
+        raise StoreError(f"{path} is not a headattr store: it has no {MANIFEST}{hint}")
     try:
         manifest = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -71,3 +73,11 @@ def read_sidecar(path: Path, manifest_hash: str) -> tuple[dict[str, Any] | None,
     if wanted[1:] != (manifest_hash, int(path.stem)):
         return None, f"{name} belongs to another run: run the same command again to redo it"
     return found, None
+
+
+def finished_shards(folder: Path, manifest: dict[str, Any]) -> list[int]:
+    """Indexes of the shards of this run that are finished."""
+    names = {
+        e["index"]: folder / SHARDS / f"{shard_name(e['index'])}.h5" for e in manifest["shards"]
+    }
+    return [i for i, path in names.items() if read_sidecar(path, manifest["hash"])[0] is not None]

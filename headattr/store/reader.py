@@ -268,16 +268,26 @@ class Store:
                 )
         known = self.prompt_ids
         some = f"{known[0]} to {known[-1]}" if known else "none yet"
+        if known and known[0] < prompt < known[-1]:
+            some += f", and line {prompt + 1} of its texts is blank"
         return UsageError(f"prompt {prompt} is not in this store; it holds {some}")
 
     def _not_kept(self, prompt: int, edge: Edge) -> str:
         kept = self.edges(prompt, HeadId(edge.layer, edge.head))
         keys = kept["k_pos"][kept["q_pos"] == edge.q_pos].tolist()
+        config = self.manifest["config"]
+        rules = [f"--edges {config['edges']}"]
+        for name in ("q_token", "k_token"):
+            if config[name] is not None:
+                rules.append(f"--{name.replace('_', '-')} {config[name]}")
         return (
             f"edge q {edge.q_pos}, k {edge.k_pos} of {HeadId(edge.layer, edge.head)} was not kept "
-            f"(--edges {self.manifest['config']['edges']}); kept keys of this query: "
-            f"{keys or 'none'}"
+            f"({' '.join(rules)}); kept keys of this query: {keys or 'none'}"
         )
+
+    def __repr__(self) -> str:
+        """Where it is and how much it holds."""
+        return f"Store({str(self.path)!r}, {len(self._where)} prompts, {len(self.heads)} heads)"
 
     def close(self) -> None:
         """Close the files."""

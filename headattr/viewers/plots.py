@@ -1,5 +1,7 @@
-"""One attribution as a picture: where the query looks, the feature pairs behind it, and what is
-moved."""
+"""One attribution as a picture.
+
+Where the query looks, the feature pairs behind it, and what is moved.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -45,7 +47,7 @@ def draw_edge(
         shown,
         f"Why it looks there: query feature by key feature\nscore {answer['score']:.2f}, "
         "features give "
-        f"{_features_total(qk['totals']):.2f}; the table adds up to {qk['completeness']:.0e}",
+        f"{_features_total(qk['totals']):.2f}; error of the table {qk['completeness']:.0e}",
     )
     axis = figure.add_subplot(grid[1, 1])
     if answer["ov"]:
@@ -56,7 +58,7 @@ def draw_edge(
         ]
         title = (
             f"What it moves: value feature → feature of {ov['output']}\n"
-            f"adds up to {ov['completeness']:.0e}"
+            f"error {ov['completeness']:.0e}; shading above: weight of every kept key"
         )
         _draw_pairs(axis, shown, title, arrow="→")
     else:

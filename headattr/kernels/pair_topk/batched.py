@@ -1,5 +1,7 @@
-"""pair_topk on any device in plain torch: one batched product, one topk, ties and non-finite values
-mended."""
+"""topk_pairs on any device in plain torch.
+
+One batched product, one topk; ties and non-finite values are mended.
+"""
 
 from typing import NamedTuple
 
