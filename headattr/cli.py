@@ -26,7 +26,7 @@ class Demo:
     """
 
     out: Path = Path("headattr-demo")
-    """The folder for the store and the picture; running again reuses it."""
+    """The folder of the result, a store with a picture in it; running again reuses it."""
     json: bool = False
     """Print the findings as JSON."""
 
@@ -36,7 +36,7 @@ class QueryEdge:
     """Why is this edge there, and what does it move?
 
     Example:
-      headattr query edge headattr-demo/store --prompt 4 --head L3H0 --q 17 --k 6
+      headattr query edge headattr-demo --prompt 2 --head L3H0 --q 17 --k 6
     """
 
     store: tyro.conf.Positional[Path]
@@ -60,7 +60,7 @@ class Check:
     """Is a result whole, and does it add up? Exit 1 if anything is off.
 
     Example:
-      headattr check headattr-demo/store
+      headattr check headattr-demo
     """
 
     store: tyro.conf.Positional[Path]

@@ -42,11 +42,10 @@ def run_demo(out: Path) -> dict[str, Any]:
         model="demo",
         basis=("demo",),
         output=("demo",),
-        out=str(out / "store"),
+        out=str(out),
         texts=str(embedded_folder() / "demo" / "texts.txt"),
         topk=32,
     )
-    out.mkdir(parents=True, exist_ok=True)
     with execute(make_run(config, inputs_of(config))) as store:
         seen = [_look(store, head) for head in store.heads]
         shares = query.head_shares(store)

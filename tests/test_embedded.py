@@ -114,7 +114,7 @@ def test_the_demo_prints_edges_in_words_and_draws_one(
     assert text.count("why it looks there") == 3
     assert "worst completeness" in " ".join(text.split())
     assert (out / "attribution.png").read_bytes().startswith(b"\x89PNG")
-    with headattr.open_store(out / "store") as store:
+    with headattr.open_store(out) as store:
         checked = check_store(store)
     assert checked["ok"]
     assert checked["completeness"]["worst"] <= 1e-5

@@ -22,9 +22,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
     version."""
     file = path / MANIFEST
     if not file.is_file():
-        below = path / "store"
-        hint = f"; did you mean {below}?" if (below / MANIFEST).is_file() else ""
-        raise StoreError(f"{path} is not a headattr store: it has no {MANIFEST}{hint}")
+        raise StoreError(f"{path} is not a headattr store: it has no {MANIFEST}")
     try:
         manifest = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
