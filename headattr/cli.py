@@ -1,8 +1,5 @@
 """The command line: parse, call, print. No logic; nothing heavy is imported before it is needed."""
 
-import contextlib
-import inspect
-import io
 import json as jsonlib
 import os
 import sys
@@ -13,6 +10,7 @@ from typing import Any
 
 import tyro
 
+from headattr.arguments import merge_repeats, parse
 from headattr.config import RunConfig
 from headattr.errors import HeadattrError, UsageError
 
@@ -110,9 +108,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     name = next((n for n in COMMANDS if arguments[: len(n.split())] == n.split()), None)
     if name is None:
         return _no_command(arguments)
-    rest = _merged(arguments[len(name.split()) :], ("--basis", "--output"))
+    rest = merge_repeats(arguments[len(name.split()) :], ("--basis", "--output"))
     try:
-        command = _parsed(name, rest)
+        command = parse(COMMANDS[name], f"headattr {name}", rest)
         return _RUN[type(command)](command)
     except SystemExit as stop:
         return int(stop.code or 0)
@@ -158,54 +156,6 @@ def _no_command(arguments: list[str]) -> int:
         print(f"  headattr {name:18} {(command.__doc__ or '').splitlines()[0]}", file=out)
     print("\n`headattr COMMAND --help` says more, with an example.", file=out)
     return 0 if asked else 2
-
-
-def _parsed(name: str, arguments: list[str]) -> Any:
-    """The command; raises UsageError, one line, where tyro would print a box."""
-    said, about = io.StringIO(), inspect.getdoc(COMMANDS[name])
-    try:
-        with contextlib.redirect_stderr(said):
-            return tyro.cli(
-                COMMANDS[name], prog=f"headattr {name}", args=arguments, description=about
-            )
-    except SystemExit as stop:
-        if not stop.code:
-            raise
-        raise UsageError(f"{_one_line(said.getvalue())} (`headattr {name} --help`)") from None
-
-
-def _one_line(box: str) -> str:
-    """What a box of tyro says, without its frame, titles of arguments only."""
-    kept: list[str] = []
-    for line in box.splitlines():
-        text = line.strip("\u2502 ")
-        if text.startswith(("For full helptext", "Argument helptext")):
-            break
-        if (
-            line.startswith("\u2502 ")
-            and text.strip("\u2500")
-            and not line.startswith("\u2502" + " " * 9)
-        ):
-            kept.append(text)
-    return " ".join(kept or box.split())
-
-
-def _merged(arguments: list[str], repeatable: tuple[str, ...]) -> list[str]:
-    """`--basis A --basis B` as `--basis A B`: a repeated flag adds, it never replaces."""
-    kept: list[str] = []
-    values: dict[str, list[str]] = {}
-    flag = None
-    for argument in arguments:
-        name, equals, value = argument.partition("=")
-        if name in repeatable:
-            flag = name
-            values.setdefault(flag, []).extend([value] if equals else [])
-        elif flag and not argument.startswith("--"):
-            values[flag].append(argument)
-        else:
-            flag = None
-            kept.append(argument)
-    return kept + [part for name, found in values.items() for part in (name, *found)]
 
 
 def _demo(command: Demo) -> int:

@@ -127,7 +127,7 @@ def _attribute_head(
     """Edges of one head in chunks, as columns of tensors."""
     weights, kept = task.weights, task.kept
     group = weights.kv_head(head)
-    edges = task.select(head, pattern.double().cpu().numpy())
+    edges = task.select(head, pattern.cpu().double().numpy())
     q_all, k_all = (torch.from_numpy(pos).to(pattern.device) for pos in edges)
     own = (kept.Q[:, head], kept.K[:, group])
     writes = None if output is None else ov_head(weights, head, value, kept.V[:, group], output)
