@@ -18,6 +18,7 @@ from headattr.basis.sae import SaeBasis, from_object, load_sae
 from headattr.basis.site import resid_pre_layer
 from headattr.errors import DictionaryError, HeadattrError, UsageError
 from headattr.model.capture import PromptCapture
+from headattr.store.check import check_store
 
 ARCHITECTURES = ("standard", "gated", "topk", "abstopk", "jumprelu", "matching_pursuit")
 NORMS = ("none", "layer_norm", "constant_norm_rescale")
@@ -1007,3 +1008,27 @@ def test_plain_parts_that_do_not_fit_are_refused(
     given = headattr.PlainDictionary(**{**vars(plain(6)), **change})
     with pytest.raises(DictionaryError, match=said):
         headattr.attribute(tiny.llama(), {1: given}, tiny.prompts(6), tmp_path / "out")
+
+
+def test_a_centred_dictionary_is_refused_on_a_model_without_centring(tmp_path: Path) -> None:
+    sae = tiny.sae(layer=1)
+    sae.cfg.metadata.model_from_pretrained_kwargs = {"center_writing_weights": True}
+    with pytest.raises(DictionaryError, match="RMSNorm"):
+        headattr.attribute(tiny.llama(), {1: sae}, tiny.prompts(5), tmp_path / "llama")
+    store = headattr.attribute(tiny.gpt2(), {1: sae}, tiny.prompts(5), tmp_path / "gpt2")
+    assert check_store(store)["ok"]
+
+
+def test_the_last_hidden_state_is_no_residual_site(tmp_path: Path) -> None:
+    """In transformers hidden_states[n_layers] lies behind the final norm."""
+    sae, last = tiny.sae(layer=1), tiny.sae(layer=3)
+    last.cfg.metadata.hook_name = "hidden_states[3]"
+    with pytest.raises(DictionaryError, match=r"blocks\.2\.hook_resid_post"):
+        headattr.attribute(
+            tiny.llama(), {1: sae}, tiny.prompts(5), tmp_path / "normed", output={3: last}
+        )
+    last.cfg.metadata.hook_name = "blocks.2.hook_resid_post"
+    store = headattr.attribute(
+        tiny.llama(), {1: sae}, tiny.prompts(5), tmp_path / "plain", output={3: last}
+    )
+    assert check_store(store)["ok"]

@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 
 from headattr.basis.formats import saelens
 from headattr.basis.plain import PlainDictionary, plain_basis
-from headattr.basis.sae import check_fit, from_object, load_sae
+from headattr.basis.sae import SaeBasis, check_fit, from_object, load_sae
 from headattr.basis.tokens import token_basis
 from headattr.basis.unembed import unembed_output
 from headattr.config import SourceSpec
@@ -64,11 +64,30 @@ def _load(model: LoadedModel, spec: SourceSpec, role: Literal["basis", "output"]
     if isinstance(spec.target, PlainDictionary):
         return plain_basis(spec.target, spec.layer, **fit)
     if isinstance(spec.target, Path):
-        return load_sae(spec.target, spec.layer, **fit)
+        return _fitting(load_sae(spec.target, spec.layer, **fit), model)
     if callable(getattr(getattr(spec.target, "cfg", None), "architecture", None)):
-        return from_object(spec.target, spec.layer, **fit)
+        return _fitting(from_object(spec.target, spec.layer, **fit), model)
     raise UsageError(
         f"--{role} at layer {spec.layer}: found a {type(spec.target).__name__}; expected a "
         "folder, a sae_lens.SAE, "
         "a PlainDictionary or 'tokens'"
     )
+
+
+def _fitting(basis: SaeBasis, model: LoadedModel) -> SaeBasis:
+    """Refuse what only the model shows: a centring that its norm does not have, a normed site."""
+    name, site = basis.about.name, basis.config.hook_name or ""
+    norm = model.family.unembedding(model.hf).norm.kind
+    if basis.config.centred and norm != "layer":
+        raise DictionaryError(
+            f"{name} says center_writing_weights, but {model.name} has RMSNorm, whose stream "
+            "TransformerLens never centres; expected a dictionary of a LayerNorm model, or "
+            "center_writing_weights = false in its configuration"
+        )
+    if basis.layer == len(model.layers) and site.startswith("hidden_states"):
+        raise DictionaryError(
+            f"{name}: {site} of a model of {basis.layer} layers lies behind the final norm; "
+            "expected the last block's output, "
+            f"blocks.{basis.layer - 1}.hook_resid_post"
+        )
+    return basis
