@@ -3,7 +3,6 @@
 Hashes, structure, ranges, and the errors that every edge carries.
 """
 
-import json
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -230,8 +229,3 @@ def render_check(answer: dict[str, Any]) -> str:
         f"  pattern against the model: worst {shown(answer['pattern_error']['worst'])}",
     ]
     return "\n".join([*lines, *(f"  problem: {problem}" for problem in answer["problems"])])
-
-
-def to_json(answer: dict[str, Any]) -> str:
-    """Strict JSON."""
-    return json.dumps(answer, ensure_ascii=False, allow_nan=False, indent=1)
