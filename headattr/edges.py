@@ -52,15 +52,15 @@ class OvTable(NamedTuple):
 
     values: NDArray[np.floating]
     """[edge, k] pair values, |value| falling; 0 where a slot is -1."""
-    v_slots: NDArray[np.int32]
-    o_slots: NDArray[np.int32]
+    v_slots: NDArray[np.integer]
+    o_slots: NDArray[np.integer]
     """Slot in the q_pos active list of the output; with `--outputs all` the output feature's id."""
     completeness: NDArray[np.floating]
     """[edge] worst over output features, relative to |r_t| |w_ij|."""
-    v_top: NDArray[np.int32]
+    v_top: NDArray[np.integer]
     """[edge, 8] slots of the value features with the largest |w_ij,g|."""
     v_norms: NDArray[np.floating]
-    o_top: NDArray[np.int32]
+    o_top: NDArray[np.integer]
     """[edge, 8] output features with the largest |read|, slots or ids as o_slots."""
     o_reads: NDArray[np.floating]
     o_totals: NDArray[np.floating]
@@ -81,6 +81,10 @@ class LayerTable(NamedTuple):
     k_pos: NDArray[np.int64]
     score: NDArray[np.floating]
     """The model's own, before any cap and mask."""
+    score_capped: NDArray[np.floating]
+    """What softmax sees."""
+    score_contrast: NDArray[np.floating]
+    """score_capped less the row's mean of it under the pattern."""
     pattern: NDArray[np.floating]
     completeness: NDArray[np.floating]
     feature_share: NDArray[np.floating]
@@ -88,15 +92,25 @@ class LayerTable(NamedTuple):
     kinds: tuple[str, ...]
     totals: NDArray[np.floating]
     """[edge, q_kind, k_kind], sums to the score."""
+    contrast_completeness: NDArray[np.floating]
+    q_contrast_totals: NDArray[np.floating]
+    """[edge, kind], sums to score_contrast."""
+    k_contrast_totals: NDArray[np.floating]
+    """[edge, kind + 1], the last being `elsewhere`; sums to score_contrast."""
     values: NDArray[np.floating]
-    q_slots: NDArray[np.int32]
-    k_slots: NDArray[np.int32]
-    q_top: NDArray[np.int32]
-    """[edge, 8] slots of the query features with the largest |marginal|, -1 where there are
-    fewer."""
+    pair_contrasts: NDArray[np.floating]
+    q_slots: NDArray[np.integer]
+    k_slots: NDArray[np.integer]
+    q_top: NDArray[np.integer]
+    """[edge, 8] slots of the query features with the largest |marginal| (|contrast|), -1 where
+    there are fewer."""
     q_marginals: NDArray[np.floating]
-    k_top: NDArray[np.int32]
+    q_contrasts: NDArray[np.floating]
+    q_ablations: NDArray[np.floating]
+    k_top: NDArray[np.integer]
     k_marginals: NDArray[np.floating]
+    k_contrasts: NDArray[np.floating]
+    k_ablations: NDArray[np.floating]
     n_nonfinite: int
     flagged: NDArray[np.bool_]
     """[pos] positions that swallow attention: the first, and those of over 10 times the median

@@ -4,7 +4,14 @@ widths."""
 from typing import Any
 
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 VOCABULARY, CONTEXT = 50, 64
 
@@ -61,7 +68,81 @@ def llama(**changes: Any) -> Any:
     return roughen(LlamaForCausalLM(LlamaConfig(**{**options, **changes})), 2)
 
 
-MODELS = {"gpt2": gpt2, "llama": llama}
+WINDOW = 4
+"""Of every sliding layer: far shorter than most test prompts."""
+
+
+def decoder(model_type: str, seed: int, **changes: Any) -> Any:
+    """A model with q_proj, k_proj, v_proj, o_proj and d_head apart from d_model / heads."""
+    options = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 24,
+        "intermediate_size": 40,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 10,
+        "max_position_embeddings": CONTEXT,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+        "pad_token_id": 0,
+        **changes,
+    }
+    options = {name: value for name, value in options.items() if value is not None}
+    return roughen(
+        AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **options)), seed
+    )
+
+
+def neox(**changes: Any) -> Any:
+    options = {"head_dim": None, "num_key_value_heads": None, "rotary_pct": 0.5}
+    return decoder("gpt_neox", 3, **{**options, **changes})
+
+
+def mistral(**changes: Any) -> Any:
+    return decoder("mistral", 4, **{"sliding_window": WINDOW, **changes})
+
+
+def qwen2(**changes: Any) -> Any:
+    options = {
+        "head_dim": None,
+        "use_sliding_window": True,
+        "sliding_window": WINDOW,
+        "max_window_layers": 2,
+    }
+    return decoder("qwen2", 5, **{**options, **changes})
+
+
+def qwen3(**changes: Any) -> Any:
+    options = {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}
+    return decoder("qwen3", 6, **{**options, **changes})
+
+
+def gemma2(**changes: Any) -> Any:
+    options = {
+        "sliding_window": WINDOW,
+        "query_pre_attn_scalar": 13,
+        "attn_logit_softcapping": 2.0,
+        "attention_bias": True,
+    }
+    return decoder("gemma2", 7, **{**options, **changes})
+
+
+def gemma3(**changes: Any) -> Any:
+    options = {"sliding_window": WINDOW, "query_pre_attn_scalar": 13, "sliding_window_pattern": 2}
+    return decoder("gemma3_text", 8, **{**options, **changes})
+
+
+MODELS = {
+    "gpt2": gpt2,
+    "llama": llama,
+    "gpt_neox": neox,
+    "mistral": mistral,
+    "qwen2": qwen2,
+    "qwen3": qwen3,
+    "gemma2": gemma2,
+    "gemma3_text": gemma3,
+}
 
 
 def prompts(*lengths: int, seed: int = 0) -> list[list[int]]:

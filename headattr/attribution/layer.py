@@ -11,6 +11,7 @@ from jaxtyping import Float
 from numpy.typing import NDArray
 from torch import Tensor
 
+from headattr.attribution.contrast import rows_of
 from headattr.attribution.ov import (
     OutputSide,
     OvHead,
@@ -19,7 +20,7 @@ from headattr.attribution.ov import (
     ov_edges,
     ov_head,
 )
-from headattr.attribution.qk import qk_edges, share_sums
+from headattr.attribution.qk import QkHead, Rank, qk_edges, share_sums
 from headattr.attribution.sides import Prepared, Projected, prepare, project
 from headattr.basis.component import Components, Reads
 from headattr.edges import TOP_MARGINALS, LayerTable, OvTable
@@ -50,6 +51,8 @@ class LayerTask:
     heads: tuple[int, ...]
     select: Selector
     topk: int
+    rank: Rank = "value"
+    """What pairs and kept features are the strongest by."""
     top_marginals: int = TOP_MARGINALS
     chunk_numbers: int = 1 << 21
     """Products held at once; bounds the memory, never the result."""
@@ -89,8 +92,10 @@ def _attribute(task: LayerTask, prepared: Prepared) -> LayerTable:
     allowed = weights.allowed(torch.arange(length, device=kept.resid_pre.device), length)
     pattern = _own_pattern(weights, kept, allowed)
     output = None if task.output is None else output_side(task.output, every=task.every_output)
+    out_scale = weights.output_scale(kept.attn_out)
     values = [project(weights, "value", g, prepared, None) for g in range(len(weights.W_V))]
     flagged = swallow_attention(kept.resid_pre)
+    on_flagged = torch.from_numpy(flagged).to(pattern.device)
     heads: list[dict[str, Any]] = []
     key: tuple[int, Projected] | None = None
     for head in task.heads:
@@ -98,15 +103,14 @@ def _attribute(task: LayerTask, prepared: Prepared) -> LayerTable:
         if key is None or key[0] != group:
             key = (group, project(weights, "key", group, prepared, kept.rotary))
         query = project(weights, "query", head, prepared, kept.rotary)
-        heads.append(
-            _attribute_head(task, head, query, key[1], values[group], pattern[head], output)
-        )
-        own = (kept.Q[:, head], kept.K[:, group])
-        heads[-1]["share_sums"] = share_sums(query, key[1], own, kept.scale, allowed)
-        heads[-1]["sink_share"] = pattern[head][
-            :, torch.from_numpy(flagged).to(pattern.device)
-        ].sum(-1)
-    block = None if output is None else _block(task, values, pattern, output)
+        qk = _qk_head(task, head, query, key[1], allowed)
+        ov = None
+        if output is not None:
+            ov = ov_head(weights, head, values[group], kept.V[:, group], output, out_scale)
+        heads.append(_attribute_head(task, head, qk, ov, pattern[head]))
+        heads[-1]["share_sums"] = share_sums(qk, allowed)
+        heads[-1]["sink_share"] = pattern[head][:, on_flagged].sum(-1)
+    block = None if output is None else _block(task, values, pattern, output, out_scale)
     return _table(task, heads, flagged, block)
 
 
@@ -115,27 +119,34 @@ def _own_pattern(weights: HeadWeights, kept: LayerCapture, allowed: Tensor) -> T
     return weights.pattern(weights.scores(kept.Q, kept.K) * (kept.scale / weights.scale), allowed)
 
 
+def _qk_head(
+    task: LayerTask, head: int, query: Projected, key: Projected, allowed: Tensor
+) -> QkHead:
+    """What the edges of one head share; its own scores and pattern in float64."""
+    weights, kept, active = task.weights, task.kept, task.components.active
+    Q = kept.Q[:, head].to(query.exact)
+    K = kept.K[:, weights.kv_head(head)].to(query.exact)
+    scores = kept.scale * Q @ K.T
+    pattern = weights.pattern(scores[None], allowed)[0]
+    rows = rows_of(weights, key, active.ids, scores, pattern)
+    return QkHead(weights, query, key, Q, K, kept.scale, active.padded(active.ids), rows)
+
+
 def _attribute_head(
     task: LayerTask,
     head: int,
-    query: Projected,
-    key: Projected,
-    value: Projected,
+    qk_head: QkHead,
+    writes: OvHead | None,
     pattern: Float[Tensor, "q_pos k_pos"],
-    output: OutputSide | None,
 ) -> dict[str, Any]:
     """Edges of one head in chunks, as columns of tensors."""
-    weights, kept = task.weights, task.kept
-    group = weights.kv_head(head)
     edges = task.select(head, pattern.cpu().double().numpy())
     q_all, k_all = (torch.from_numpy(pos).to(pattern.device) for pos in edges)
-    own = (kept.Q[:, head], kept.K[:, group])
-    writes = None if output is None else ov_head(weights, head, value, kept.V[:, group], output)
     sizes = {"topk": task.topk, "top_marginals": task.top_marginals}
-    at_once = _edges_at_once(task, query, writes)
+    at_once = _edges_at_once(task, qk_head.query, writes)
     qk, ov = [], []
     for q_pos, k_pos in zip(q_all.split(at_once), k_all.split(at_once), strict=True):
-        qk.append(qk_edges(query, key, own, kept.scale, q_pos, k_pos, **sizes))
+        qk.append(qk_edges(qk_head, q_pos, k_pos, rank=task.rank, **sizes))
         if writes is not None:
             ov.append(ov_edges(writes, pattern[q_pos, k_pos], q_pos, k_pos, **sizes))
     return {"q_pos": q_all, "k_pos": k_all, "pattern": pattern[q_all, k_all], "qk": qk, "ov": ov}
@@ -143,21 +154,27 @@ def _attribute_head(
 
 def _edges_at_once(task: LayerTask, query: Projected, writes: OvHead | None) -> int:
     """Edges a chunk, so that the largest temporary stays within the budget."""
-    slots, d_head = query.features.shape[1:]
+    slots, d_head = query.exact.shape[1:]
     wide = 0 if writes is None else writes.rows.shape[-2]
     an_edge = max(slots * max(slots, wide), (slots + wide) * d_head, 1)
     return max(1, task.chunk_numbers // an_edge)
 
 
 def _block(
-    task: LayerTask, values: list[Projected], pattern: Tensor, output: OutputSide
+    task: LayerTask,
+    values: list[Projected],
+    pattern: Tensor,
+    output: OutputSide,
+    scale: Float[Tensor, "pos"],
 ) -> NDArray[np.floating]:
-    """Check of the whole row: all heads, all allowed keys, all components, and b_O."""
-    weights = task.weights
-    rebuilt = weights.b_O.expand_as(task.kept.block).clone()
+    """Check of the whole row: all heads, all allowed keys, all components, and M_i(b_O)."""
+    weights, block = task.weights, task.kept.block
+    rebuilt = torch.zeros_like(block)
     for head in range(weights.n_heads):
-        rebuilt += pattern[head] @ values[weights.kv_head(head)].whole @ weights.W_O[head]
-    return _numpy(block_completeness(rebuilt, task.kept.block, output))
+        whole = values[weights.kv_head(head)].whole.to(block)
+        rebuilt += pattern[head] @ whole @ weights.written[head]
+    rebuilt = rebuilt * scale[:, None] + weights.block_constant(scale)
+    return _numpy(block_completeness(rebuilt, block, output))
 
 
 def _table(
@@ -176,19 +193,12 @@ def _table(
         head_ptr=np.cumsum([0, *counts], dtype=np.int64),
         q_pos=_cat(heads, "q_pos"),
         k_pos=_cat(heads, "k_pos"),
-        score=qk["score"],
         pattern=_cat(heads, "pattern"),
-        completeness=qk["completeness"],
-        feature_share=qk["feature_share"],
         kinds=task.components.kinds,
-        totals=qk["totals"],
         values=pairs["values"],
         q_slots=pairs["left"],
         k_slots=pairs["right"],
-        q_top=qk["q_top"],
-        q_marginals=qk["q_marginals"],
-        k_top=qk["k_top"],
-        k_marginals=qk["k_marginals"],
+        **{name: column for name, column in qk.items() if name != "pairs"},
         n_nonfinite=int(pairs["n_nonfinite"].sum()),
         flagged=flagged,
         sink_share=_numpy(torch.stack([found["sink_share"] for found in heads])),

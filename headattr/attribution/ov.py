@@ -1,6 +1,8 @@
 """OV: what an edge moves, as a table of (value component, output feature) products.
 
-    w_ij,g = A_ij W_O^h W_V^h N_j[g]          (g -> t) = r_t . w_ij,g
+    w_ij,g = A_ij M_i W_O^h W_V^h N_j[g]          (g -> t) = r_t . w_ij,g
+
+M_i is the norm after attention, its scale frozen (Gemma 2 and 3), else the identity.
 
 Two checks: the components of an edge sum to r_t . w_ij with the model's own value vector, and the
 whole row - all heads, keys and components, and b_O - to what the block adds to the stream (Elhage
@@ -16,7 +18,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from headattr.attribution.qk import relative
-from headattr.attribution.sides import Projected, strongest
+from headattr.attribution.sides import Projected, at_slots, strongest
 from headattr.basis.component import Reads
 from headattr.kernels.pair_topk.batched import PairTopK, topk_pairs
 from headattr.model.head import HeadWeights
@@ -62,16 +64,18 @@ class OvHead(NamedTuple):
     value: Projected
     output: OutputSide
     rows: Float[Tensor, "*pos slot d_head"]
-    """W_O r_t: [pos, slot, d_head] over the active ones; with `every` [feature, d_head], without
-    their scale."""
+    """W r_t of the head's `written` matrix: [pos, slot, d_head] over the active ones; with `every`
+    [feature, d_head], without their scale."""
     norms: Float[Tensor, "*pos slot"]
     """|r_t|, laid out as `rows`."""
     written: Float[Tensor, "pos slot"]
-    """|W_O W_V N_j[g]| of every value feature."""
+    """|W W_V N_j[g]| of every value feature."""
     own_written: Float[Tensor, "pos"]
-    """|W_O v_j| of the model's own value vector."""
+    """|W v_j| of the model's own value vector."""
     missed: Float[Tensor, "pos d_head"]
     """The sum of the value components less the model's own value vector."""
+    scale: Float[Tensor, "pos"]
+    """What M_i multiplies a row by."""
 
 
 def ov_head(
@@ -80,9 +84,11 @@ def ov_head(
     value: Projected,
     own_value: Float[Tensor, "pos d_head"],
     output: OutputSide,
+    scale: Float[Tensor, "pos"],
 ) -> OvHead:
-    """Project the output features into one head, and measure what its values write."""
-    rows, norms = output.rows @ weights.W_O[head].T, output.rows.norm(dim=-1)
+    """Project the output features into one head, and measure what its values write; `scale`: what
+    the norm after attention multiplies a row by."""
+    rows, norms = output.rows @ weights.written[head].T, output.rows.norm(dim=-1)
     if not output.every:
         reads, inverse = output.reads, output.inverse
         rows = reads.active.padded(rows[inverse] * reads.scale[:, None])
@@ -95,7 +101,8 @@ def ov_head(
         norms,
         (value.features @ triangle).norm(dim=-1),
         (own_value @ triangle).norm(dim=-1),
-        (value.kinds.sum(1) - own_value).to(rows.dtype),
+        (value.whole - own_value).to(rows),
+        scale,
     )
 
 
@@ -108,12 +115,12 @@ def ov_edges(
     topk: int,
     top_marginals: int,
 ) -> OvEdges:
-    """Attribute what the edges (q_pos, k_pos) of one head move.
+    """Attribute what the edges (q_pos, k_pos) of one head move; `pattern` is A_ij.
 
     completeness = |sum_g (g -> t) - r_t . w_ij| / (|r_t| |w_ij|), the worst over t, with w_ij from
     the model's own value vector.
     """
-    value, output = head.value, head.output
+    value, output, pattern = head.value, head.output, pattern * head.scale[q_pos]
     if output.every:
         assert output.reads.pos_scale is not None
         scale = output.reads.pos_scale[q_pos]
@@ -126,16 +133,24 @@ def ov_edges(
     weight = (pattern * scale)[:, None]
     n_v = value.counts[k_pos]
     pairs = topk_pairs(weight[:, None] * value.features[k_pos], R, n_v, n_o, topk)
-    reads = weight * einsum(R, value.whole[k_pos], "edge o d, edge d -> edge o")
+    reads = weight * einsum(R, value.whole[k_pos].to(R), "edge o d, edge d -> edge o")
     gap = einsum(R, head.missed[k_pos], "edge o d, edge d -> edge o") * scale[:, None]
     worst = relative(gap.abs(), size_r * head.own_written[k_pos, None])
-    v_norms, v_top = strongest(pattern[:, None] * head.written[k_pos], n_v, top_marginals)
-    o_reads, o_top = strongest(reads, n_o, top_marginals)
-    kept = R.gather(1, o_top.clamp(min=0).long()[..., None].expand(-1, -1, R.shape[-1]))
+    written = pattern[:, None] * head.written[k_pos]
+    v_top, o_top = strongest(written, n_v, top_marginals), strongest(reads, n_o, top_marginals)
+    kept = R.gather(1, o_top.clamp(min=0)[..., None].expand(-1, -1, R.shape[-1]))
     kinds = value.kinds[k_pos].to(R.dtype)
     o_totals = einsum(weight[:, 0], kept, kinds, "edge, edge o d, edge kind d -> edge o kind")
     o_totals = o_totals.masked_fill((o_top < 0)[..., None], 0)
-    return OvEdges(pairs, worst.amax(1), v_norms, v_top, o_reads, o_top, o_totals)
+    return OvEdges(
+        pairs,
+        worst.amax(1),
+        at_slots(written, v_top),
+        v_top,
+        at_slots(reads, o_top),
+        o_top,
+        o_totals,
+    )
 
 
 def block_completeness(

@@ -2,97 +2,157 @@
 
     s_ij = sum over components c at i, d at j of   scale * Q_i[c] . K_j[d]
 
-Pairs come from the table; totals and marginals come from vector sums, so they are exact whatever k
-is. Kamath et al. 2025, "Tracing Attention Computation Through Feature Interactions".
+Pairs come from the table; totals, marginals, contrasts and ablations come from vector sums, so they
+are exact whatever k is. Kamath et al. 2025, "Tracing Attention Computation Through Feature
+Interactions".
 """
 
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 import torch
 from einops import einsum
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from headattr.attribution.sides import Projected, strongest
+from headattr.attribution.ablation import ablations
+from headattr.attribution.contrast import Rows, contrasts, differences, pair_contrasts
+from headattr.attribution.sides import Projected, at_slots, strongest
 from headattr.kernels.pair_topk.batched import PairTopK, topk_pairs
+from headattr.model.head import HeadWeights
+
+Rank = Literal["value", "contrast"]
 
 
 class QkEdges(NamedTuple):
     """The QK side of some edges of one head, one row an edge."""
 
     score: Float[Tensor, "edge"]
+    score_capped: Float[Tensor, "edge"]
+    score_contrast: Float[Tensor, "edge"]
     completeness: Float[Tensor, "edge"]
     feature_share: Float[Tensor, "edge"]
     totals: Float[Tensor, "edge q_kind k_kind"]
+    contrast_completeness: Float[Tensor, "edge"]
+    q_contrast_totals: Float[Tensor, "edge kind"]
+    k_contrast_totals: Float[Tensor, "edge kind_plus_1"]
     pairs: PairTopK
-    q_marginals: Float[Tensor, "edge top"]
+    pair_contrasts: Float[Tensor, "edge k"]
     q_top: Int[Tensor, "edge top"]
-    k_marginals: Float[Tensor, "edge top"]
+    q_marginals: Float[Tensor, "edge top"]
+    q_contrasts: Float[Tensor, "edge top"]
+    q_ablations: Float[Tensor, "edge top"]
     k_top: Int[Tensor, "edge top"]
+    k_marginals: Float[Tensor, "edge top"]
+    k_contrasts: Float[Tensor, "edge top"]
+    k_ablations: Float[Tensor, "edge top"]
+
+
+@dataclass(frozen=True)
+class QkHead:
+    """What all edges of one head share."""
+
+    weights: HeadWeights
+    query: Projected
+    key: Projected
+    Q: Float[Tensor, "pos d_head"]
+    """The model's own rotated queries and keys, float64: the score is their product, never the
+    components'."""
+    K: Float[Tensor, "pos d_head"]
+    scale: float
+    k_ids: Int[Tensor, "pos slot"]
+    """The key features by position and slot."""
+    rows: Rows
 
 
 def qk_edges(
-    query: Projected,
-    key: Projected,
-    own: tuple[Float[Tensor, "pos d_head"], Float[Tensor, "pos d_head"]],
-    scale: float,
+    head: QkHead,
     q_pos: Int[Tensor, "edge"],
     k_pos: Int[Tensor, "edge"],
     *,
     topk: int,
     top_marginals: int,
+    rank: Rank,
 ) -> QkEdges:
     """Attribute the edges (q_pos, k_pos) of one head.
 
-    `own` holds the model's own rotated queries and keys: the score is their product, never the
-    components'. completeness = |sum(totals) - score| / (scale |Q| |K|).
+    completeness = |sum(totals) - score| / (scale |Q| |K|); contrast_completeness likewise, the
+    worse of both sides. `rank`: pairs and features are those of the largest |value| and |marginal|,
+    or of the largest |contrast|.
     """
-    exact = query.kinds.dtype
-    Q, K = own[0][q_pos].to(exact), own[1][k_pos].to(exact)
+    query, key, scale = head.query, head.key, head.scale
+    Q, K = head.Q[q_pos], head.K[k_pos]
     score = scale * (Q * K).sum(-1)
     size = scale * Q.norm(dim=-1) * K.norm(dim=-1)
+    capped = head.weights.capped(score)
     totals = scale * einsum(
         query.kinds[q_pos], key.kinds[k_pos], "edge q_kind d, edge k_kind d -> edge q_kind k_kind"
     )
-    n_q, n_k = query.counts[q_pos], key.counts[k_pos]
-    pairs = topk_pairs(scale * query.features[q_pos], key.features[k_pos], n_q, n_k, topk)
-    q_all = scale * einsum(
-        query.features[q_pos], key.whole[k_pos], "edge slot d, edge d -> edge slot"
+    found = contrasts(query, key, head.rows, scale, capped, q_pos, k_pos, head.k_ids[k_pos])
+    gaps = [found.query_kinds.sum(1) - found.total, found.key_kinds.sum(1) - found.total]
+    pairs, pair_contrast = _pairs(head, q_pos, k_pos, topk, rank)
+    q_all = scale * einsum(query.exact[q_pos], key.whole[k_pos], "edge slot d, edge d -> edge slot")
+    k_all = scale * einsum(key.exact[k_pos], query.whole[q_pos], "edge slot d, edge d -> edge slot")
+    q_ranked, k_ranked = (q_all, k_all) if rank == "value" else (found.query, found.key)
+    q_top = strongest(q_ranked, query.counts[q_pos], top_marginals)
+    k_top = strongest(k_ranked, key.counts[k_pos], top_marginals)
+    q_ablations, k_ablations = ablations(
+        query, key, scale, q_pos, k_pos, q_slots=q_top, k_slots=k_top
     )
-    k_all = scale * einsum(
-        key.features[k_pos], query.whole[q_pos], "edge slot d, edge d -> edge slot"
-    )
-    q_marginals, q_top = strongest(q_all, n_q, top_marginals)
-    k_marginals, k_top = strongest(k_all, n_k, top_marginals)
     return QkEdges(
         score,
+        capped,
+        found.total,
         relative((totals.sum((1, 2)) - score).abs(), size),
         relative(totals[:, 0, 0], size),
         totals,
+        relative(torch.stack(gaps).abs().amax(0), size),
+        found.query_kinds,
+        found.key_kinds,
         pairs,
-        q_marginals,
+        pair_contrast,
         q_top,
-        k_marginals,
+        at_slots(q_all, q_top),
+        at_slots(found.query, q_top),
+        q_ablations,
         k_top,
+        at_slots(k_all, k_top),
+        at_slots(found.key, k_top),
+        k_ablations,
     )
 
 
-def share_sums(
-    query: Projected,
-    key: Projected,
-    own: tuple[Float[Tensor, "pos d_head"], Float[Tensor, "pos d_head"]],
-    scale: float,
-    allowed: Tensor,
-) -> Float[Tensor, "4"]:
+def _pairs(
+    head: QkHead, q_pos: Int[Tensor, "edge"], k_pos: Int[Tensor, "edge"], topk: int, rank: Rank
+) -> tuple[PairTopK, Float[Tensor, "edge k"]]:
+    """The strongest pairs and their contrasts; values are the products whatever the rank."""
+    query, key, scale, ids = head.query, head.key, head.scale, head.k_ids[k_pos]
+    left, n_q, n_k = scale * query.features[q_pos], query.counts[q_pos], key.counts[k_pos]
+    if rank == "value":
+        pairs = topk_pairs(left, key.features[k_pos], n_q, n_k, topk)
+        return pairs, pair_contrasts(
+            query, key, head.rows, scale, q_pos, k_pos, pairs.left, pairs.right, ids
+        )
+    slots = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+    slots = slots.masked_fill(slots >= n_k[:, None], -1)
+    right = differences(key, head.rows, q_pos, k_pos, slots, ids).to(left)
+    found = topk_pairs(left, right, n_q, n_k, topk)
+    q_slots, k_slots = found.left.clamp(min=0).long(), found.right.clamp(min=0).long()
+    rows = torch.arange(len(ids), device=ids.device)[:, None]
+    products = left[rows, q_slots] * key.features[k_pos[:, None], k_slots]
+    values = products.sum(-1).masked_fill(found.left < 0, 0)
+    return found._replace(values=values), found.values
+
+
+def share_sums(head: QkHead, allowed: Bool[Tensor, "q_pos k_pos"]) -> Float[Tensor, "4"]:
     """sum s^2, sum (s - T_ff)^2 over all allowed edges, then both with each row's mean removed, in
     float64.
 
     A head's feature share is 1 - second / first, and 1 - fourth / third (the part that softmax
     sees).
     """
-    exact = query.kinds.dtype
-    score = scale * own[0].to(exact) @ own[1].to(exact).T
-    rest = score - scale * query.kinds[:, 0] @ key.kinds[:, 0].T
+    score = head.scale * head.Q @ head.K.T
+    rest = score - head.scale * head.query.kinds[:, 0] @ head.key.kinds[:, 0].T
     count = allowed.sum(1, keepdim=True)
     sums = []
     for centred in (False, True):

@@ -31,6 +31,12 @@ class EdgeTables(NamedTuple):
     k_components: list[Component]
     qk: Float[Tensor, "q_component k_component"]
     """scale * Q_i[c] . K_j[d]; sums to the score."""
+    contrast: Float[Tensor, "q_component k_component"]
+    """scale * Q_i[c] . (r_ij K_j[d] - sum_j' A_ij' r_ij' K_j'[d]); the feature (or kind) d may be
+    anywhere."""
+    elsewhere: Float[Tensor, "q_component"]
+    """The same, summed over the features of other keys that are not at j: contrast and this sum to
+    s'_ij - E_A[s'_i.]."""
     writes: Float[Tensor, "k_component d_model"]
     """w_ij,g of every value component; sums to what the edge writes."""
 
@@ -56,18 +62,63 @@ def edge_tables(
     directions: Float[Tensor, "features d_model"],
     edge: Edge,
 ) -> EdgeTables:
-    """Both tables of one edge of one prompt."""
-    group = weights.kv_head(edge.head)
-    query = components_at(components, directions, edge.q_pos)
-    key = components_at(components, directions, edge.k_pos)
+    """All tables of one edge of one prompt."""
+    group, length = weights.kv_head(edge.head), len(kept.resid_pre)
+    columns = [components_at(components, directions, pos) for pos in range(length)]
+    query, key = columns[edge.q_pos], columns[edge.k_pos]
     Q = [_through(weights, "query", edge.head, kept, edge.q_pos, part) for part in query]
-    K = [_through(weights, "key", group, kept, edge.k_pos, part) for part in key]
+    keys = [
+        [_through(weights, "key", group, kept, pos, part) for part in column]
+        for pos, column in enumerate(columns)
+    ]
     V = [_through(weights, "value", group, kept, edge.k_pos, part) for part in key]
-    scores = weights.scores(kept.Q, kept.K)[edge.head, edge.q_pos]
-    weight = scores[: edge.q_pos + 1].softmax(-1)[edge.k_pos]
-    table = torch.stack([torch.stack([weights.scale * (q @ k) for k in K]) for q in Q])
-    writes = torch.stack([weight * (v @ weights.W_O[edge.head].double()) for v in V])
-    return EdgeTables(query, key, table, writes)
+    row = (kept.scale * kept.Q[edge.q_pos, edge.head] @ kept.K[:, group].T).double()
+    allowed = weights.allowed(torch.tensor([edge.q_pos]), length)[0]
+    capped = row if weights.softcap is None else weights.softcap * torch.tanh(row / weights.softcap)
+    A = capped.masked_fill(~allowed, -torch.inf).softmax(-1)
+    ratio = torch.where(row == 0, 1.0, capped / row)
+
+    shared: dict[tuple[str, int], Tensor] = {}
+    for pos, column in enumerate(columns):
+        for part, vector in zip(column, keys[pos], strict=True):
+            name = (part.kind, part.id)
+            shared[name] = shared.get(name, 0) + A[pos] * ratio[pos] * vector
+    here = {
+        (part.kind, part.id): ratio[edge.k_pos] * k
+        for part, k in zip(key, keys[edge.k_pos], strict=True)
+    }
+    table = torch.stack(
+        [torch.stack([weights.scale * (q @ k) for k in keys[edge.k_pos]]) for q in Q]
+    )
+    contrast = torch.stack(
+        [torch.stack([weights.scale * (q @ (here[n] - shared[n])) for n in here]) for q in Q]
+    )
+    rest = sum((-shared[n] for n in shared if n not in here), torch.zeros_like(Q[0]))
+    elsewhere = torch.stack([weights.scale * (q @ rest) for q in Q])
+    writes = torch.stack(
+        [
+            _written(weights, kept, edge, A[edge.k_pos] * (v @ weights.W_O[edge.head].double()))
+            for v in V
+        ]
+    )
+    return EdgeTables(query, key, table, contrast, elsewhere, writes)
+
+
+def ablated_score(
+    weights: HeadWeights,
+    kept: LayerCapture,
+    edge: Edge,
+    pos: int,
+    removed: Float[Tensor, "d_model"],
+) -> Float[Tensor, ""]:
+    """The raw score of an edge after a vector was subtracted from resid_pre at one position, all
+    norms computed again, in float64."""
+    x = kept.resid_pre.double().clone()
+    x[pos] -= removed.double()
+    rotary = kept.rotary and Rotary(kept.rotary.cos.double(), kept.rotary.sin.double())
+    Q = weights.vectors("query", x, rotary)[edge.q_pos, edge.head]
+    K = weights.vectors("key", x, rotary)[edge.k_pos, weights.kv_head(edge.head)]
+    return weights.scale * (Q @ K)
 
 
 def output_reads(reads: Reads, pos: int) -> dict[int, Float[Tensor, "d_model"]]:
@@ -89,7 +140,32 @@ def _through(
     vector = (norm.gain * centred / norm.sigma(kept.resid_pre[pos].double())) @ W
     if part.kind == "bias":
         vector = vector + b + (0 if norm.bias is None else norm.bias.double() @ W)
+    head_norm = weights.head_norm(side)
+    if head_norm is not None:
+        vector = (
+            head_norm.gain
+            * vector
+            / head_norm.sigma(_before_head_norm(weights, side, head, kept, pos))
+        )
     if kept.rotary is None or side == "value":
         return vector
     at = Rotary(kept.rotary.cos[pos : pos + 1], kept.rotary.sin[pos : pos + 1])
     return at.rotate(vector[None])[0]
+
+
+def _before_head_norm(
+    weights: HeadWeights, side: Side, head: int, kept: LayerCapture, pos: int
+) -> Float[Tensor, "d_head"]:
+    """The model's query or key of one position before QK-norm and rotary, from resid_pre."""
+    W, b = (weights.W_Q, weights.b_Q) if side == "query" else (weights.W_K, weights.b_K)
+    return weights.norm(kept.resid_pre[pos].double()) @ W[head].double() + b[head]
+
+
+def _written(
+    weights: HeadWeights, kept: LayerCapture, edge: Edge, vector: Float[Tensor, "d_model"]
+) -> Float[Tensor, "d_model"]:
+    """Through the norm after attention, frozen at the query's position."""
+    norm = weights.post_norm
+    if norm is None:
+        return vector
+    return norm.gain * vector / norm.sigma(kept.attn_out[edge.q_pos].double())

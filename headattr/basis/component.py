@@ -2,8 +2,8 @@
 
     x_i = sum_f coef_if d_f + (named components of i)          named: bias, error, position, ...
 
-`coef` is the dictionary's own activation times any scale that depends on the position (layer_norm
-and the like), so that the equality holds in the model's own units. The sums are kept in float64, so
+`coef` is the dictionary's own activation times any scale (layer_norm and the like: one a position),
+so that the equality holds in the model's own units. The sums are kept in float64, so
 that a dictionary whose parts are far larger than x_i (a poor one, or a position that swallows
 attention) still adds up.
 """
@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import NamedTuple, Protocol
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 from headattr.errors import DictionaryError
@@ -45,7 +45,7 @@ class ActiveFeatures:
         """The index of each entry within its position's list."""
         return torch.arange(len(self.ids), device=self.ids.device) - self.ptr[self.positions]
 
-    def padded(self, rows: Float[Tensor, "active *rest"]) -> Float[Tensor, "pos slot *rest"]:
+    def padded(self, rows: Shaped[Tensor, "active *rest"]) -> Shaped[Tensor, "pos slot *rest"]:
         """Per-entry rows laid out by position and slot, zeros behind each position's last; one
         slot at least."""
         width = max(1, int(self.counts.max())) if len(self.counts) else 1
@@ -60,7 +60,10 @@ class Components(NamedTuple):
     kind: str
     """Kind of the sparse components: feature, or token."""
     active: ActiveFeatures
+    scale: Float[Tensor, "pos"]
+    """What an activation of 1 writes at each position, in decoder rows."""
     coefs: Float[Tensor, "active"]
+    """Activation times scale."""
     sparse_sum: Float[Tensor, "pos d_model"]
     """The sum of all features, float64."""
     named: dict[str, Float[Tensor, "pos d_model"]]
@@ -160,12 +163,13 @@ def sum_dtype(device: torch.device) -> torch.dtype:
 def decompose(
     x: Float[Tensor, "pos d_model"],
     active: ActiveFeatures,
-    coefs: Float[Tensor, "active"],
+    scale: Float[Tensor, "pos"],
     directions: Float[Tensor, "features d_model"],
     bias: Float[Tensor, "pos d_model"],
 ) -> Components:
-    """Features, bias and the error that makes their sum x."""
+    """Features (activation times `scale`), bias and the error that makes their sum x."""
     exact = sum_dtype(x.device)
+    coefs = active.acts * scale[active.positions]
     total = torch.zeros_like(x, dtype=exact)
     if len(active.ids):
         unique, inverse = active.ids.unique(return_inverse=True)
@@ -178,5 +182,5 @@ def decompose(
         )
     bias = bias.to(exact)
     return Components(
-        "feature", active, coefs, total, {"bias": bias, "error": x.to(exact) - total - bias}
+        "feature", active, scale, coefs, total, {"bias": bias, "error": x.to(exact) - total - bias}
     )

@@ -51,7 +51,8 @@ class PlainBasis:
     def components(self, prompt: PromptCapture, active: ActiveFeatures) -> Components:
         """Features, bias and error of resid_pre; they sum to it."""
         x = prompt.resid[self.layer]
-        return decompose(x, active, active.acts, self.directions, self.bias.expand_as(x))
+        ones = torch.ones_like(x[:, 0])
+        return decompose(x, active, ones, self.directions, self.bias.expand_as(x))
 
     def reads(self, prompt: PromptCapture, active: ActiveFeatures, read: str) -> Reads:
         """Decoder reads a_t d_t; there is no encoder."""

@@ -66,9 +66,8 @@ class SaeBasis:
         """Features, bias and error of resid_pre; they sum to it."""
         x = prompt.resid[self.layer]
         frame = self._frame(x)
-        coefs = active.acts * frame.scale[active.positions]
         bias = frame.scale[:, None] * self._b_dec() + frame.mean[:, None]
-        return decompose(x, active, coefs, self.directions, bias)
+        return decompose(x, active, frame.scale, self.directions, bias)
 
     def reads(self, prompt: PromptCapture, active: ActiveFeatures, read: str) -> Reads:
         """Directions by which each active feature reads the stream: encoder rows, or a_t d_t."""

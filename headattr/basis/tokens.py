@@ -50,7 +50,7 @@ class TokenBasis:
                 f"{gap:.1e}); "
                 "expected equality: use an SAE at layer 0"
             )
-        return Components("token", active, active.acts, embedded, named)
+        return Components("token", active, active.acts, active.acts, embedded, named)
 
 
 def token_basis(model: LoadedModel) -> TokenBasis:

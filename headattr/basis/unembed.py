@@ -1,6 +1,8 @@
 """The unembedding as an output: its "features" are tokens, read through the frozen final norm.
 
 r_t = (gamma * W_U[t], centred for LayerNorm) / sigma_i          direct logit attribution
+
+Where the model caps its logits, these are the logits before the cap.
 """
 
 from dataclasses import dataclass

@@ -33,8 +33,11 @@ class LayerCapture(NamedTuple):
     rows: Int[Tensor, "row"]
     """The query positions of `pattern`."""
     pattern: Float[Tensor, "head row pos"]
+    attn_out: Float[Tensor, "pos d_model"]
+    """What the attention module gives: the sum over heads, and b_O."""
     block: Float[Tensor, "pos d_model"]
-    """What attention adds to the stream."""
+    """What attention adds to the stream: the same, behind the norm after attention if there is
+    one."""
 
 
 class PromptCapture(NamedTuple):
@@ -116,8 +119,8 @@ def capture(
 
 def rotary_depends_on_length(model: LoadedModel) -> bool:
     """Does the rotary frequency of a position depend on the longest position of the batch?"""
-    parameters = getattr(model.config, "rope_parameters", None) or {}
-    return any(kind in str(parameters.get("rope_type")) for kind in ("dynamic", "longrope"))
+    kinds = [str(rotary.get("rope_type")) for rotary in model.rotary_parameters]
+    return any(kind in found for found in kinds for kind in ("dynamic", "longrope"))
 
 
 def _span(row: Bool[Tensor, "pos"], index: int) -> slice:
@@ -176,7 +179,9 @@ def _forward(
                     _keep_rotary(tap, layer), with_kwargs=True
                 ).remove
             )
-            stack.callback(attention.register_forward_hook(_keep_block(tap, layer)).remove)
+            added = model.family.added(modules[layer])
+            for module, name in ((attention, "attn_out"), (added, "block")):
+                stack.callback(module.register_forward_hook(_keep_found(tap, layer, name)).remove)
         model.family.trunk(model.hf)(
             input_ids=ids.to(model.device),
             attention_mask=mask.long(),
@@ -207,11 +212,9 @@ def _keep_rotary(tap: Tap, layer: int) -> Any:
     return hook
 
 
-def _keep_block(tap: Tap, layer: int) -> Any:
+def _keep_found(tap: Tap, layer: int, name: str) -> Any:
     def hook(module: Any, args: Any, output: Any) -> None:
-        tap.found.setdefault(layer, {})["block"] = (
-            output[0] if isinstance(output, tuple) else output
-        )
+        tap.found.setdefault(layer, {})[name] = output[0] if isinstance(output, tuple) else output
 
     return hook
 
@@ -241,6 +244,7 @@ def _layer_of(
         rotary,
         kept.to(resid.device),
         found["pattern"][index][:, first.to(resid.device), span],
+        found["attn_out"][index, span],
         found["block"][index, span],
     )
 
@@ -270,6 +274,8 @@ def _reset_rotary(model: LoadedModel) -> None:
     if not rotary_depends_on_length(model):
         return
     for module in model.hf.modules():
-        if hasattr(module, "original_inv_freq"):
-            module.register_buffer("inv_freq", module.original_inv_freq.clone(), persistent=False)
-            module.max_seq_len_cached = module.original_max_seq_len
+        for name, frequencies in list(module.named_buffers(recurse=False)):
+            if name.endswith("original_inv_freq"):
+                kind = name.removesuffix("original_inv_freq")
+                module.register_buffer(f"{kind}inv_freq", frequencies.clone(), persistent=False)
+                setattr(module, f"{kind}max_seq_len_cached", module.original_max_seq_len)

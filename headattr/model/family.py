@@ -23,15 +23,16 @@ class Embedding(NamedTuple):
     """How tokens enter the residual stream: resid_pre 0 = W_E[token] (+ W_pos[position])."""
 
     W_E: Float[Tensor, "vocab d_model"]
-    W_pos: Float[Tensor, "n_ctx d_model"] | None
+    """With any factor of the model's own in it."""
+    W_pos: Float[Tensor, "n_ctx d_model"] | None = None
 
 
 class Unembedding(NamedTuple):
-    """How logits leave it: logits = norm(x) @ W_U.T + b_U."""
+    """How logits leave it, before any cap: logits = norm(x) @ W_U.T + b_U."""
 
     norm: Norm
     W_U: Float[Tensor, "vocab d_model"]
-    b_U: Float[Tensor, "vocab"] | None
+    b_U: Float[Tensor, "vocab"] | None = None
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,10 @@ class Family:
     """The model without its LM head."""
     layers: Callable[[Any], Sequence[nn.Module]]
     attention: Callable[[Any], nn.Module]
-    """The attention module of a layer; its first output is what is added to the stream."""
+    """The attention module of a layer; its first output is what the heads and b_O sum to."""
+    added: Callable[[Any], nn.Module]
+    """The module of a layer whose output attention adds to the stream: the attention module, or the
+    norm behind it."""
     head_weights: Callable[[Any, int], HeadWeights]
     embedding: Callable[[Any], Embedding]
     unembedding: Callable[[Any], Unembedding]

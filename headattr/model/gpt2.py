@@ -69,6 +69,7 @@ FAMILY = Family(
     trunk=lambda model: model.transformer,
     layers=lambda model: model.transformer.h,
     attention=lambda block: block.attn,
+    added=lambda block: block.attn,
     head_weights=_head_weights,
     embedding=_embedding,
     unembedding=_unembedding,

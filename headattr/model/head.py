@@ -3,9 +3,15 @@
     sigma_i = sqrt(var(x_i) + eps)   or   sqrt(mean(x_i^2) + eps)
     Qlin_i(v) = R_i W_Q (gamma * (v - mean v)) / sigma_i          Q_i = Qlin_i(x_i) + Qconst_i
 
-and likewise for keys (rotated) and values (not rotated). The norm's gain and centring are folded
-into the weights once, so that a map is one matrix product and one division. Source: Elhage et al.
-2021; Kamath et al. 2025, "Tracing Attention Computation Through Feature Interactions".
+and likewise for keys (rotated) and values (not rotated); with QK-norm queries and keys are divided
+by their own rms before they are rotated. The norm's gain and centring are folded into the weights
+once, so that a map is one matrix product and one division. Then
+
+    s_ij = scale * Q_i . K_j      s'_ij = c tanh(s_ij / c)      A_i. = softmax over allowed j of s'
+    block_i = M_i(sum over h, j of A_ij W_O^h v_j + b_O)        M_i: the norm after attention
+
+Source: Elhage et al. 2021; Kamath et al. 2025, "Tracing Attention Computation Through Feature
+Interactions".
 """
 
 from dataclasses import dataclass
@@ -14,7 +20,7 @@ from typing import Literal, NamedTuple
 
 import torch
 from einops import einsum
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 Side = Literal["query", "key", "value"]
@@ -26,24 +32,33 @@ class Norm:
 
     kind: Literal["layer", "rms"]
     """`layer` subtracts the mean; `rms` does not."""
-    gain: Float[Tensor, "d_model"]
+    gain: Float[Tensor, "d"]
     """What the normalised vector is multiplied by (for Gemma, 1 + weight)."""
-    bias: Float[Tensor, "d_model"] | None
+    bias: Float[Tensor, "d"] | None
     """Added at the end; None is zero."""
     eps: float
 
-    def sigma(self, x: Float[Tensor, "*pos d_model"]) -> Float[Tensor, "*pos"]:
+    def __call__(self, x: Float[Tensor, "*pos d"]) -> Float[Tensor, "*pos d"]:
+        """The whole norm, bias included."""
+        normed = self.linear(x) / self.sigma(x)[..., None]
+        return normed if self.bias is None else normed + self.bias
+
+    def sigma(self, x: Float[Tensor, "*pos d"]) -> Float[Tensor, "*pos"]:
         """The scale that the norm divides by, in the units of `x`."""
         if self.kind == "layer":
             return (x.var(-1, correction=0) + self.eps).sqrt()
         return (x.square().mean(-1) + self.eps).sqrt()
 
-    def fold(self, W: Float[Tensor, "*head d_model d_out"]) -> Float[Tensor, "*head d_model d_out"]:
+    def linear(self, x: Float[Tensor, "*pos d"]) -> Float[Tensor, "*pos d"]:
+        """Gain and centring, without the division: norm(x) = linear(x) / sigma + bias."""
+        return self.gain * (x - x.mean(-1, keepdim=True) if self.kind == "layer" else x)
+
+    def fold(self, W: Float[Tensor, "*head d d_out"]) -> Float[Tensor, "*head d d_out"]:
         """`W` with gain and centring folded in: norm(x) @ W = x @ fold(W) / sigma + bias @ W."""
         folded = self.gain[:, None] * W
         return folded - folded.mean(-2, keepdim=True) if self.kind == "layer" else folded
 
-    def constant(self, W: Float[Tensor, "*head d_model d_out"]) -> Float[Tensor, "*head d_out"]:
+    def constant(self, W: Float[Tensor, "*head d d_out"]) -> Float[Tensor, "*head d_out"]:
         """What the norm's bias adds after `W`."""
         bias = torch.zeros_like(self.gain) if self.bias is None else self.bias
         return bias @ W
@@ -90,6 +105,15 @@ class HeadWeights:
     b_O: Float[Tensor, "d_model"]
     scale: float
     """What Q . K is multiplied by: read from the model, not always d_head^-1/2."""
+    q_norm: Norm | None = None
+    """QK-norm: over each head's query, before rotary; without a bias."""
+    k_norm: Norm | None = None
+    softcap: float | None = None
+    """c of c tanh(s / c), between score and softmax."""
+    window: int | None = None
+    """How many keys a query sees, itself included; None is all before it."""
+    post_norm: Norm | None = None
+    """The norm between the heads' summed output and the stream."""
 
     @property
     def n_heads(self) -> int:
@@ -122,10 +146,33 @@ class HeadWeights:
             "value": constant(self.W_V) + self.b_V,
         }
 
+    def head_norm(self, side: Side) -> Norm | None:
+        """The norm over each head's vector, if this side has one."""
+        return {"query": self.q_norm, "key": self.k_norm, "value": None}[side]
+
+    @cached_property
+    def written(self) -> Float[Tensor, "head d_head d_model"]:
+        """W_O with the gain and centring of the norm after attention folded in."""
+        return self.W_O if self.post_norm is None else self.post_norm.linear(self.W_O)
+
+    def output_scale(self, attn_out: Float[Tensor, "pos d_model"]) -> Float[Tensor, "pos"]:
+        """What the norm after attention multiplies row i by, frozen: v @ written * scale_i."""
+        if self.post_norm is None:
+            return torch.ones_like(attn_out[:, 0])
+        return 1 / self.post_norm.sigma(attn_out)
+
+    def block_constant(self, scale: Float[Tensor, "pos"]) -> Float[Tensor, "pos d_model"]:
+        """What attention adds to the stream that belongs to no edge: M_i(b_O)."""
+        if self.post_norm is None:
+            return self.b_O.expand(len(scale), -1)
+        constant = scale[:, None] * self.post_norm.linear(self.b_O)
+        return constant if self.post_norm.bias is None else constant + self.post_norm.bias
+
     @cached_property
     def triangles(self) -> Float[Tensor, "head d_head d_head"]:
-        """T with T^T T = W_O W_O^T of each head: |v W_O| = |T v|, without going through d_model."""
-        W_O = self.W_O.to(self.folded["value"].dtype)
+        """T with T^T T = W W^T of each head's `written`: |v W| = |T v|, without going through
+        d_model."""
+        W_O = self.written.to(self.folded["value"].dtype)
         gram = torch.linalg.eigh(W_O @ W_O.transpose(1, 2))
         roots = gram.eigenvalues.clamp(min=0).sqrt()
         return (roots[..., None] * gram.eigenvectors.transpose(1, 2)).to(self.W_O.dtype)
@@ -145,6 +192,8 @@ class HeadWeights:
             "pos d_model, heads d_model d_head -> pos heads d_head",
         )
         whole = linear / sigma[:, None, None] + self.constants[side]
+        head_norm = self.head_norm(side)
+        whole = whole if head_norm is None else head_norm(whole)
         return whole if rotary is None or side == "value" else rotary.rotate(whole)
 
     def scores(
@@ -154,14 +203,20 @@ class HeadWeights:
         K = K.repeat_interleave(len(self.W_Q) // len(self.W_K), dim=1)
         return self.scale * einsum(Q, K, "q_pos head d, k_pos head d -> head q_pos k_pos")
 
+    def capped(self, scores: Float[Tensor, "*edge"]) -> Float[Tensor, "*edge"]:
+        """What softmax sees of the scores: c tanh(s / c) where the model caps them."""
+        return scores if self.softcap is None else self.softcap * (scores / self.softcap).tanh()
+
     def pattern(
         self,
         scores: Float[Tensor, "head q_pos k_pos"],
-        allowed: Float[Tensor, "q_pos k_pos"] | Tensor,
+        allowed: Bool[Tensor, "q_pos k_pos"],
     ) -> Float[Tensor, "head q_pos k_pos"]:
-        """Softmax of the scores over the keys that the mask allows; exactly 0 elsewhere."""
-        return scores.masked_fill(~allowed, -torch.inf).softmax(-1)
+        """Softmax of the (capped) scores over the keys that the mask allows; exactly 0
+        elsewhere."""
+        return self.capped(scores).masked_fill(~allowed, -torch.inf).softmax(-1)
 
-    def allowed(self, q_pos: Int[Tensor, "q_pos"], length: int) -> Tensor:
-        """Which keys each query may see, bool [q_pos, k_pos]: causal."""
-        return torch.arange(length, device=q_pos.device)[None] <= q_pos[:, None]
+    def allowed(self, q_pos: Int[Tensor, "q_pos"], length: int) -> Bool[Tensor, "q_pos k_pos"]:
+        """Which keys each query may see: those at or before it, within the window."""
+        back = q_pos[:, None] - torch.arange(length, device=q_pos.device)[None]
+        return back >= 0 if self.window is None else (back >= 0) & (back < self.window)

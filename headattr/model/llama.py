@@ -1,5 +1,6 @@
 """Llama: RMSNorm, grouped-query attention, half-split rotary of any scaling."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,7 +24,11 @@ def projection(linear: Any, d_head: int) -> tuple[Tensor, Tensor]:
     return W, rearrange(linear.bias.detach(), "(head d) -> head d", d=d_head)
 
 
-def _head_weights(model: Any, layer: int) -> HeadWeights:
+def decoder_weights(
+    model: Any, layer: int, norm: Callable[[Any], Norm], **facts: Any
+) -> HeadWeights:
+    """The facts of a layer with q_proj, k_proj, v_proj and o_proj behind an input_layernorm, which
+    `norm` reads; `facts` are what the family adds."""
     block = model.model.layers[layer]
     attention = block.self_attn
     (W_Q, b_Q), (W_K, b_K), (W_V, b_V) = (
@@ -33,25 +38,48 @@ def _head_weights(model: Any, layer: int) -> HeadWeights:
     out = attention.o_proj
     W_O = rearrange(out.weight.detach(), "d_model (head d) -> head d d_model", d=attention.head_dim)
     b_O = torch.zeros_like(W_O[0, 0]) if out.bias is None else out.bias.detach()
-    norm = rms_norm(block.input_layernorm)
-    return HeadWeights(
-        layer, norm, W_Q, W_K, W_V, W_O, b_Q, b_K, b_V, b_O, float(attention.scaling)
+    pre = norm(block.input_layernorm)
+    scale = float(attention.scaling)
+    return HeadWeights(layer, pre, W_Q, W_K, W_V, W_O, b_Q, b_K, b_V, b_O, scale, **facts)
+
+
+def decoder_family(
+    name: str,
+    model_class: str,
+    special: str,
+    since: str,
+    head_weights: Callable[[Any, int], HeadWeights],
+    *,
+    norm: Callable[[Any], Norm] = rms_norm,
+    **facts: Any,
+) -> Family:
+    """A family whose parts have the names that Llama gave them; `facts` replace what differs."""
+    parts: dict[str, Any] = {
+        "model_type": name,
+        "refuse": lambda config: None,
+        "trunk": lambda model: model.model,
+        "layers": lambda model: model.model.layers,
+        "attention": lambda block: block.self_attn,
+        "added": lambda block: block.self_attn,
+        "embedding": lambda model: Embedding(model.model.embed_tokens.weight.detach()),
+        "unembedding": lambda model: Unembedding(
+            norm(model.model.norm), model.lm_head.weight.detach()
+        ),
+    }
+    return Family(
+        name=name,
+        model_class=model_class,
+        special=special,
+        since=since,
+        head_weights=head_weights,
+        **{**parts, **facts},
     )
 
 
-FAMILY = Family(
-    name="llama",
-    model_type="llama",
-    model_class="LlamaForCausalLM",
-    special="RMSNorm, grouped-query attention, rotary with any scaling, optional biases",
-    since="0.1.0",
-    refuse=lambda config: None,
-    trunk=lambda model: model.model,
-    layers=lambda model: model.model.layers,
-    attention=lambda block: block.self_attn,
-    head_weights=_head_weights,
-    embedding=lambda model: Embedding(model.model.embed_tokens.weight.detach(), None),
-    unembedding=lambda model: Unembedding(
-        rms_norm(model.model.norm), model.lm_head.weight.detach(), None
-    ),
+FAMILY = decoder_family(
+    "llama",
+    "LlamaForCausalLM",
+    "RMSNorm, grouped-query attention, rotary with any scaling, optional biases",
+    "0.1.0",
+    lambda model, layer: decoder_weights(model, layer, rms_norm),
 )

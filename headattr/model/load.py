@@ -79,14 +79,24 @@ class LoadedModel:
     @property
     def context(self) -> int:
         """The longest prompt, in tokens; dynamic rotary scaling stretches it by its factor."""
-        rotary = getattr(self.config, "rope_parameters", None) or {}
-        stretch = rotary.get("factor", 1) if rotary.get("rope_type") == "dynamic" else 1
-        return int(self.config.max_position_embeddings * stretch)
+        stretches = [
+            rotary.get("factor", 1)
+            for rotary in self.rotary_parameters
+            if rotary.get("rope_type") == "dynamic"
+        ]
+        return int(self.config.max_position_embeddings * min(stretches, default=1))
+
+    @property
+    def rotary_parameters(self) -> list[dict[str, Any]]:
+        """The rotary settings of the configuration: none, one, or one a kind of layer."""
+        found = getattr(self.config, "rope_parameters", None) or {}
+        nested = [value for value in found.values() if isinstance(value, dict)]
+        return nested or [found]
 
     @property
     def vocabulary(self) -> int:
         """Number of token ids that the model embeds."""
-        return len(self.family.embedding(self.hf).W_E)
+        return self.hf.get_input_embeddings().num_embeddings
 
     def hash(self) -> str:
         """SHA-256 over names, types, shapes and bytes of all tensors, the configuration and the
@@ -165,16 +175,19 @@ def _converted(model: nn.Module, dtype: torch.dtype) -> tuple[nn.Module, list[st
         return model, []
     copied = copy.deepcopy(model).to(dtype)
     for before, module in zip(model.modules(), copied.modules(), strict=True):
-        frequencies = getattr(before, "original_inv_freq", None)
-        if frequencies is not None and frequencies.dtype.itemsize < 4:
-            _compute_rotary_again(module)
+        if any(buffer.dtype.itemsize < 4 for buffer in before.buffers(recurse=False)):
+            _compute_buffers_again(module)
     return copied, [f"the {'/'.join(sorted(found))} model runs as a {wanted} copy"]
 
 
-def _compute_rotary_again(module: Any) -> None:
-    """Replace frequencies that a cast of the whole model has rounded (0.4 % in bfloat16)."""
-    for name, exact in type(module)(module.config).named_buffers():
-        module.register_buffer(name, exact.to(getattr(module, name)), persistent=False)
+def _compute_buffers_again(module: Any) -> None:
+    """Replace what a cast of the whole model has rounded (0.4 % in bfloat16): rotary frequencies,
+    and the factor of scaled embeddings."""
+    if hasattr(module, "rope_type"):
+        for name, exact in type(module)(module.config).named_buffers():
+            module.register_buffer(name, exact.to(getattr(module, name)), persistent=False)
+    if hasattr(module, "scalar_embed_scale"):
+        module.embed_scale.fill_(module.scalar_embed_scale)
 
 
 def _refuse_packed(hf: nn.Module) -> None:

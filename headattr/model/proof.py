@@ -86,14 +86,16 @@ def layer_errors(weights: HeadWeights, kept: LayerCapture) -> Errors:
     output = einsum(
         pattern,
         V.repeat_interleave(group, 1),
-        weights.W_O,
+        weights.written,
         "head q_pos k_pos, k_pos head d, head d d_model -> q_pos d_model",
     )
+    frozen = weights.output_scale(kept.attn_out[rows])
+    output = output * frozen[:, None] + weights.block_constant(frozen)
     block = kept.block[rows]
     return Errors(
         float(_ratio((scores - own).abs(), size).masked_fill(~allowed, 0).max()),
         float((pattern - kept.pattern).abs().max()),
-        float(_ratio((output + weights.b_O - block).norm(dim=-1), block.norm(dim=-1)).max()),
+        float(_ratio((output - block).norm(dim=-1), block.norm(dim=-1)).max()),
     )
 
 
