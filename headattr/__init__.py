@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 _PUBLIC = {
     "attribute": "headattr.pipeline",
     "explain_edge": "headattr.explain",
+    "intervene": "headattr.interventions",
+    "load_model": "headattr.model.load",
     "open_store": "headattr.store.reader",
     "query_edge": "headattr.query",
     "Store": "headattr.store.reader",
@@ -29,6 +31,8 @@ __all__ = [
     "Store",
     "attribute",
     "explain_edge",
+    "intervene",
+    "load_model",
     "open_store",
     "query_edge",
 ]
@@ -39,6 +43,8 @@ if TYPE_CHECKING:
     from headattr.edges import Edge, HeadId
     from headattr.errors import HeadattrError
     from headattr.explain import explain_edge
+    from headattr.interventions import intervene
+    from headattr.model.load import load_model
     from headattr.pipeline import attribute
     from headattr.query import query_edge
     from headattr.store.reader import Store, open_store

@@ -60,6 +60,9 @@ class RunConfig:
     key."""
     topk: int = 32
     """Pairs kept an edge."""
+    rank: Literal["value", "contrast"] = "value"
+    """What pairs and features are the strongest by: their size in the score, or in how this key
+    differs from the row's mean (leaves out what all keys share, as softmax does)."""
     read: Literal["encoder", "decoder"] = "encoder"
     """Read direction of output features: encoder row, or activation times decoder direction."""
     outputs: Literal["active", "all"] = "active"

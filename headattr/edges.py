@@ -183,13 +183,16 @@ def parse_heads(text: str, n_layers: int, n_heads: int) -> list[HeadId]:
 
 
 def listed_edges(
-    path: Path, lengths: Mapping[int, int], heads: Sequence[HeadId]
+    path: Path,
+    lengths: Mapping[int, int],
+    heads: Sequence[HeadId],
+    windows: Mapping[int, int | None],
 ) -> dict[tuple[int, HeadId], list[tuple[int, int]]]:
     """Edges of a JSONL file of {"prompt", "layer", "head", "q_pos", "k_pos"}, by prompt and head.
 
-    `lengths`: tokens of every prompt that runs. Each list is in order, without repetitions. Raises
-    UsageError, with the line, for an edge that does not exist, is masked, or is of a head that is
-    not attributed.
+    `lengths`: tokens of every prompt that runs; `windows`: of every layer. Each list is in order,
+    without repetitions. Raises UsageError, with the line, for an edge that does not exist, is
+    masked, or is of a head that is not attributed.
     """
     if not path.is_file():
         raise UsageError(f"--edges file:{path}: no such file; expected a JSONL file of edges")
@@ -200,7 +203,16 @@ def listed_edges(
         if not line.strip():
             continue
         prompt, layer, head, q_pos, k_pos = _listed_edge(line, f"{path} line {number}")
-        problem = _edge_problem(HeadId(layer, head), q_pos, k_pos, lengths.get(prompt), known)
+        problem = None
+        if prompt not in lengths:
+            problem = "it is not in the texts, or was set aside"
+        elif HeadId(layer, head) not in known:
+            problem = (
+                f"head {HeadId(layer, head)} is not among the heads of this run (it needs --heads "
+                "and a --basis)"
+            )
+        else:
+            problem = position_problem(q_pos, k_pos, lengths[prompt], windows[layer])
         if problem:
             raise UsageError(f"{path} line {number}: prompt {prompt}: {problem}")
         found.setdefault((prompt, HeadId(layer, head)), set()).add((q_pos, k_pos))
@@ -221,18 +233,9 @@ def _listed_edge(line: bytes, where: str) -> list[int]:
     return values
 
 
-def _edge_problem(
-    head: HeadId, q_pos: int, k_pos: int, length: int | None, known: set[HeadId]
-) -> str | None:
-    if length is None:
-        return "it is not in the texts, or was set aside"
-    if head not in known:
-        return f"head {head} is not among the heads of this run (it needs --heads and a --basis)"
-    return position_problem(q_pos, k_pos, length)
-
-
-def position_problem(q_pos: int, k_pos: int, length: int) -> str | None:
-    """Why an edge cannot exist in a prompt of `length` tokens, or None."""
+def position_problem(q_pos: int, k_pos: int, length: int, window: int | None = None) -> str | None:
+    """Why an edge cannot exist in a prompt of `length` tokens, or None; `window`: how many keys a
+    query sees, None being all before it."""
     if not (0 <= q_pos < length and 0 <= k_pos < length):
         return (
             f"edge q {q_pos}, k {k_pos} is beyond the prompt; its positions are 0 to {length - 1}"
@@ -240,6 +243,11 @@ def position_problem(q_pos: int, k_pos: int, length: int) -> str | None:
     if k_pos > q_pos:
         return (
             f"edge q {q_pos}, k {k_pos} is masked: a query sees keys at or before its own position"
+        )
+    if window is not None and q_pos - k_pos >= window:
+        return (
+            f"edge q {q_pos}, k {k_pos} is masked: the layer's window is {window} keys, so this "
+            f"query sees keys {q_pos - window + 1} to {q_pos}"
         )
     return None
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from headattr.basis.component import ActiveFeatures
-from headattr.edges import Edge, LayerTable, parse_head, position_problem
+from headattr.edges import Edge, LayerTable, OvTable, parse_head, position_problem
 from headattr.errors import PromptError, UsageError
 from headattr.inputs import inputs_from_memory
 from headattr.model.capture import capture, pad
@@ -17,6 +17,7 @@ from headattr.model.tokens import Prompt
 from headattr.pipeline import checked_table, layer_task
 from headattr.plan import Run, label_lines, make_run
 from headattr.query import SourceNames, edge_answer, source_names
+from headattr.store.columns import OV, Column, edge_columns
 from headattr.store.rows import Active, EdgeRow, OvRow
 
 
@@ -44,7 +45,7 @@ def explain_edge(
         raise UsageError(f"the text cannot run: {run.manifest['set_aside'][0]['reason']}")
     prompt, layer_plan = run.prompts[0], run.plans[0]
     edge = Edge(layer_plan.layer, layer_plan.heads[0], q_pos, k_pos)
-    if problem := position_problem(q_pos, k_pos, len(prompt.tokens)):
+    if problem := position_problem(q_pos, k_pos, len(prompt.tokens), layer_plan.window):
         raise UsageError(problem)
     sites = sorted({source.layer for source in run.source_list})
     captured = capture(run.model, *pad([prompt.tokens]), layers=[edge.layer], sites=sites)[0]
@@ -110,27 +111,8 @@ def _row_of(
     """The only edge of a table, as the reader gives a stored one."""
     ov = None
     if table.ov is not None:
-        columns = {
-            name: getattr(table.ov, name)[0]
-            for name in OvRow._fields
-            if name != "block_completeness"
-        }
-        columns["completeness"] = float(columns["completeness"])
-        ov = OvRow(**columns, block_completeness=float(table.ov.block_completeness[edge.q_pos]))
-    scalars = {
-        n: float(getattr(table, n)[0])
-        for n in ("score", "pattern", "completeness", "feature_share")
-    }
-    names = (
-        "totals",
-        "values",
-        "q_slots",
-        "k_slots",
-        "q_top",
-        "q_marginals",
-        "k_top",
-        "k_marginals",
-    )
+        whole = float(table.ov.block_completeness[edge.q_pos])
+        ov = OvRow(block_completeness=whole, **_cells(table.ov, OV))
     return EdgeRow(
         edge=edge,
         tokens=tokens,
@@ -140,6 +122,12 @@ def _row_of(
         k_active=k_active,
         o_active=o_active,
         ov=ov,
-        **scalars,
-        **{name: getattr(table, name)[0] for name in names},
+        **_cells(table, edge_columns(capped=True)),
     )
+
+
+def _cells(table: LayerTable | OvTable, columns: dict[str, Column]) -> dict[str, Any]:
+    """The first row of every column."""
+    rows = {name: getattr(table, name)[0] for name in columns}
+    scalars = [name for name, column in columns.items() if column.kind == "scalar"]
+    return rows | {name: float(rows[name]) for name in scalars}

@@ -81,6 +81,15 @@ def _named(given: Any) -> tuple[str, ...]:
     return tuple(str(spec) for spec in given)
 
 
+def specs_from_memory(given: Any, role: Literal["basis", "output"]) -> list[SourceSpec]:
+    """Specs of a call from Python, as text or as a dict from layer to a folder or an object; files
+    are checked."""
+    named = _named(given)
+    specs = _specs(given, named, role, embedded_folder() if "demo" in named else None)
+    check_files(specs)
+    return specs
+
+
 def _specs(
     given: Any, named: tuple[str, ...], role: Literal["basis", "output"], embedded: Path | None
 ) -> list[SourceSpec]:

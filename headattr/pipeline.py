@@ -202,17 +202,20 @@ def layer_task(
         reads,
         layer_plan.every_output,
         tuple(layer_plan.heads),
-        _selector(run, layer, prompt, swallow_attention(captured.layers[layer].resid_pre)),
+        _selector(run, layer_plan, prompt, swallow_attention(captured.layers[layer].resid_pre)),
         run.config.topk,
+        run.config.rank,
         **options,
     )
 
 
-def _selector(run: Run, layer: int, prompt: Prompt, flagged: NDArray[np.bool_]) -> Any:
+def _selector(run: Run, layer_plan: LayerPlan, prompt: Prompt, flagged: NDArray[np.bool_]) -> Any:
     rule = parse_edge_rule(run.config.edges)
     q_allowed = token_filter(run.config.q_token, prompt.token_texts)
     k_allowed = token_filter(run.config.k_token, prompt.token_texts)
     mask = np.tri(len(prompt.tokens), dtype=bool)
+    if layer_plan.window is not None:
+        mask &= ~np.tri(len(prompt.tokens), k=-layer_plan.window, dtype=bool)
 
     def select(
         head: int, pattern: NDArray[np.floating]
@@ -220,7 +223,7 @@ def _selector(run: Run, layer: int, prompt: Prompt, flagged: NDArray[np.bool_]) 
         allowed = mask
         if rule.kind == "file":
             allowed = np.zeros_like(mask)
-            for q_pos, k_pos in run.listed.get((prompt.id, HeadId(layer, head)), []):
+            for q_pos, k_pos in run.listed.get((prompt.id, HeadId(layer_plan.layer, head)), []):
                 allowed[q_pos, k_pos] = True
         return select_edges(
             pattern,

@@ -49,7 +49,8 @@ def make_run(config: RunConfig, inputs: Inputs) -> Run:
     sources = load_sources(model, inputs.basis, inputs.output)
     heads, skipped = _heads(config, model, sources)
     plans = [
-        _plan_layer(config, layer, heads, sources) for layer in sorted({h.layer for h in heads})
+        _plan_layer(config, model, layer, heads, sources)
+        for layer in sorted({h.layer for h in heads})
     ]
     for layer_plan in plans:
         if layer_plan.output is not None:
@@ -63,7 +64,8 @@ def make_run(config: RunConfig, inputs: Inputs) -> Run:
     bos = decide_bos(model.tokenizer, config.bos, declared)
     prompts, aside = tokenize(model, inputs.texts.prompts, bos, truncate=config.truncate)
     lengths = {prompt.id: len(prompt.tokens) for prompt in prompts}
-    listed = listed_edges(Path(rule.path), lengths, heads) if rule.kind == "file" else {}
+    windows = {layer_plan.layer: layer_plan.window for layer_plan in plans}
+    listed = listed_edges(Path(rule.path), lengths, heads, windows) if rule.kind == "file" else {}
     manifest = build_manifest(
         config,
         model=_about_model(model, proof),
@@ -121,7 +123,9 @@ def _heads(
     return kept, without
 
 
-def _plan_layer(config: RunConfig, layer: int, heads: list[HeadId], sources: Sources) -> LayerPlan:
+def _plan_layer(
+    config: RunConfig, model: LoadedModel, layer: int, heads: list[HeadId], sources: Sources
+) -> LayerPlan:
     order = distinct(sources)
     later = [found for found in sources.outputs if found > layer]
     reason, output = None, None
@@ -139,6 +143,7 @@ def _plan_layer(config: RunConfig, layer: int, heads: list[HeadId], sources: Sou
             f"{given}, and layer {layer + 1} has no basis: add --output {layer + 1}=PATH "
             "or --output unembed"
         )
+    weights = model.family.head_weights(model.hf, layer)
     return LayerPlan(
         layer,
         [head.head for head in heads if head.layer == layer],
@@ -147,6 +152,8 @@ def _plan_layer(config: RunConfig, layer: int, heads: list[HeadId], sources: Sou
         None if output is None else "unembed" if output.about.kind == "unembed" else config.read,
         config.outputs == "all" and output is not None,
         reason,
+        weights.window,
+        weights.softcap,
     )
 
 

@@ -5,14 +5,13 @@ computed yet.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from headattr.edges import Edge, HeadId, parse_head
 from headattr.store.reader import Store
-from headattr.store.rows import Active, EdgeRow, OvRow
+from headattr.store.rows import EdgeRow, OvRow
 
 
 class SourceNames(NamedTuple):
@@ -67,15 +66,20 @@ def edge_answer(
             "q_feature": q_features[q],
             "k_feature": k_features[k],
             "value": float(value),
-            "contrast": None,
+            "contrast": float(contrast),
         }
-        for q, k, value in zip(row.q_slots.tolist(), row.k_slots.tolist(), row.values, strict=True)
+        for q, k, value, contrast in zip(
+            row.q_slots.tolist(), row.k_slots.tolist(), row.values, row.pair_contrasts, strict=True
+        )
         if q >= 0
     ]
     totals = {
         q_kind: {k_kind: float(row.totals[i, j]) for j, k_kind in enumerate(row.kinds)}
         for i, q_kind in enumerate(row.kinds)
     }
+    named = [map(float, part) for part in (row.q_contrast_totals, row.k_contrast_totals)]
+    q_contrasts = dict(zip(row.kinds, named[0], strict=True))
+    k_contrasts = dict(zip((*row.kinds, "elsewhere"), named[1], strict=True))
     answer = {
         "prompt": prompt,
         **row.edge._asdict(),
@@ -83,7 +87,9 @@ def edge_answer(
         "k_token": row.tokens[1],
         "score": row.score,
         "position_bias": 0.0,
-        "score_capped": row.score,
+        "score_capped": row.score_capped,
+        "cap_ratio": row.score_capped / row.score if row.score else 1.0,
+        "score_contrast": row.score_contrast,
         "pattern": row.pattern,
         "flagged": row.flagged,
         "qk": {
@@ -91,9 +97,11 @@ def edge_answer(
             "totals": totals,
             "completeness": row.completeness,
             "feature_share": row.feature_share,
-            "q_features": _marginals(q_features, row.q_active, row.q_top, row.q_marginals),
-            "k_features": _marginals(k_features, row.k_active, row.k_top, row.k_marginals),
-            "elsewhere": None,
+            "q_features": _sizes(q_features, row, "q"),
+            "k_features": _sizes(k_features, row, "k"),
+            "elsewhere": k_contrasts["elsewhere"],
+            "contrast_totals": {"query": q_contrasts, "key": k_contrasts},
+            "contrast_completeness": row.contrast_completeness,
         },
         "ov": [],
         "ov_reason": ov_reason,
@@ -103,18 +111,21 @@ def edge_answer(
     return answer
 
 
-def _marginals(
-    features: list[dict[str, Any]], active: Active, slots: NDArray[Any], marginals: NDArray[Any]
+def _sizes(
+    features: list[dict[str, Any]], row: EdgeRow, side: Literal["q", "k"]
 ) -> list[dict[str, Any]]:
+    """The kept features of one side with what each does to the score."""
+    active, slots = (row.q_active, row.q_top) if side == "q" else (row.k_active, row.k_top)
+    columns = [getattr(row, f"{side}_{name}") for name in ("marginals", "contrasts", "ablations")]
     return [
         {
             **features[slot],
             "activation": float(active.acts[slot]),
             "marginal": float(marginal),
-            "contrast": None,
-            "ablation": None,
+            "contrast": float(contrast),
+            "ablation": float(ablation),
         }
-        for slot, marginal in zip(slots.tolist(), marginals, strict=True)
+        for slot, marginal, contrast, ablation in zip(slots.tolist(), *columns, strict=True)
         if slot >= 0
     ]
 

@@ -12,12 +12,15 @@ from headattr.plan import make_run
 from headattr.store.check import check_store
 from headattr.store.published import finished_shards
 
+_CHECKED = ("completeness", "contrast_completeness", "ov", "pattern_error", "problems")
+
 
 def run(config: RunConfig) -> dict[str, Any]:
     """The command `run`: attribute, and say what was done and how it adds up.
 
     {"out", "prompts", "edges", "shards": {"all", "finished_before"}, "set_aside": [...],
-    "completeness", "ov", "pattern_error", "problems", "model_notes", "bos",
+    "completeness", "contrast_completeness", "ov", "pattern_error", "problems", "model_notes",
+    "bos",
     "sources": [{"name", "layer", "activation", "mean_l0", "assumed"}], "layers_without_basis",
     "no_output", "seconds"}.
     """
@@ -34,7 +37,7 @@ def run(config: RunConfig) -> dict[str, Any]:
             "edges": checked["edges"],
             "shards": {"all": len(manifest["shards"]), "finished_before": reused},
             "set_aside": store.set_aside,
-            **{name: checked[name] for name in ("completeness", "ov", "pattern_error", "problems")},
+            **{name: checked[name] for name in _CHECKED},
             "model_notes": manifest["model"]["notes"],
             "bos": manifest["bos"],
             "sources": [

@@ -211,7 +211,8 @@ def _long_prompt(length: int, prompt: int) -> PromptResult:
     k_pos = np.array([0, 3, length - 1])
     zeros = np.zeros(3, np.float32)
     slots = np.array([[0, -1]] * 3, np.int32)
-    eight = {"q_top": slots, "k_top": slots, "q_marginals": np.ones((3, 2), np.float32)}
+    sizes = ("q_marginals", "q_contrasts", "q_ablations", "k_marginals", "k_contrasts")
+    eight: dict[str, Any] = dict.fromkeys((*sizes, "k_ablations"), np.ones((3, 2), np.float32))
     table = LayerTable(
         layer=0,
         heads=np.array([0], np.int32),
@@ -219,16 +220,23 @@ def _long_prompt(length: int, prompt: int) -> PromptResult:
         q_pos=q_pos,
         k_pos=k_pos,
         score=np.array([1, 2, 3], np.float32),
+        score_capped=np.array([1, 2, 3], np.float32),
+        score_contrast=zeros,
         pattern=np.ones(3, np.float32),
         completeness=zeros,
+        contrast_completeness=zeros,
         feature_share=zeros,
         kinds=("token", "bias"),
         totals=np.array([1, 2, 3], np.float32)[:, None, None]
         * np.array([[1, 0], [0, 0]], np.float32),
+        q_contrast_totals=np.zeros((3, 2), np.float32),
+        k_contrast_totals=np.zeros((3, 3), np.float32),
         values=np.array([[1, 0], [2, 0], [3, 0]], np.float32),
+        pair_contrasts=np.zeros((3, 2), np.float32),
         q_slots=slots,
         k_slots=slots,
-        k_marginals=np.ones((3, 2), np.float32),
+        q_top=slots,
+        k_top=slots,
         n_nonfinite=0,
         flagged=np.arange(length) == 0,
         sink_share=np.ones((1, length), np.float32),

@@ -1,6 +1,6 @@
 """Why here and not elsewhere: each component's share of how this key differs from the row's mean.
 
-    Kbar_i = sum over allowed j' of A_ij' r_ij' K_j'                      r = s' / s, 1 without a cap
+    Kbar_i = sum over allowed j' of A_ij' r_ij' K_j'              r = s' / s, 1 without a cap
     query component c   scale * Q_i[c] . (r_ij K_j - Kbar_i)
     key component d     scale * Q_i . (r_ij K_j[d] - sum_j' A_ij' r_ij' K_j'[d])
     pair (f, g)         scale * Q_i[f] . (r_ij K_j[g] - sum_j' A_ij' r_ij' K_j'[g])

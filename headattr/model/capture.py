@@ -1,12 +1,11 @@
 """One forward pass of the model itself -> what every attribution starts from.
 
-The model runs unchanged, with its own eager attention; a tap in the attention interface keeps its
-query, key and value vectors (after biases and rotary), its scale and some rows of its pattern, and
-hooks keep the residual stream. Nothing here knows a family.
+The model runs unchanged, as far as the last layer that is asked for; a tap in its attention keeps
+its query, key and value vectors (after biases, norms and rotary), its scale and some rows of its
+pattern, and hooks keep the residual stream. Nothing here knows a family.
 """
 
 from collections.abc import Sequence
-from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch
@@ -14,9 +13,16 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from headattr.errors import HeadattrError, PromptError, ProofError
+from headattr.model.forward import (
+    Enough,
+    first_of,
+    listening,
+    rotary_depends_on_length,
+    run_model,
+    scale_of,
+)
 from headattr.model.head import Rotary
 from headattr.model.load import LoadedModel
-from headattr.model.tap import Tap, evaluating, keep_float64, tapped
 
 CHECKED_ROWS = 8
 
@@ -104,7 +110,8 @@ def capture(
             )
         ]
     kept = _rows_of(spans, ids.shape[1], rows)
-    tap, resid = _forward(model, ids, mask, frozenset(layers), frozenset(sites), kept)
+    tap = _forward(model, ids, mask, frozenset(layers), frozenset(sites), kept)
+    resid = tap.resid
     results: list[PromptCapture | PromptError] = []
     for index, span in enumerate(spans):
         result = PromptCapture(
@@ -115,12 +122,6 @@ def capture(
         )
         results.append(_non_finite(result) or result)
     return results
-
-
-def rotary_depends_on_length(model: LoadedModel) -> bool:
-    """Does the rotary frequency of a position depend on the longest position of the batch?"""
-    kinds = [str(rotary.get("rope_type")) for rotary in model.rotary_parameters]
-    return any(kind in found for found in kinds for kind in ("dynamic", "longrope"))
 
 
 def _span(row: Bool[Tensor, "pos"], index: int) -> slice:
@@ -144,6 +145,44 @@ def _rows_of(spans: list[slice], length: int, rows: int | None) -> Int[Tensor, "
     )
 
 
+class _Tap:
+    """Keeps queries, keys, values, scale and some rows of the pattern of some layers."""
+
+    def __init__(self, layers: frozenset[int], rows: Int[Tensor, "batch row"]) -> None:
+        self.layers, self.rows = layers, rows
+        self.found: dict[int, dict[str, Any]] = {}
+        """By layer: Q, K, V, scale, pattern, rotary, attn_out, block."""
+        self.resid: dict[int, Tensor] = {}
+
+    def __call__(
+        self,
+        eager: Any,
+        module: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """The module's own attention, unchanged."""
+        output, pattern = eager(module, query, key, value, mask, **kwargs)
+        if module.layer_idx in self.layers:
+            batch = torch.arange(len(pattern), device=pattern.device)[:, None]
+            self.keep(
+                module.layer_idx,
+                Q=query,
+                K=key,
+                V=value,
+                scale=scale_of(query, kwargs),
+                pattern=pattern[batch, :, self.rows].transpose(1, 2),
+            )
+        return output
+
+    def keep(self, layer: int, **found: Any) -> None:
+        """Add to what was found in a layer."""
+        self.found.setdefault(layer, {}).update(found)
+
+
 def _forward(
     model: LoadedModel,
     ids: Tensor,
@@ -151,76 +190,68 @@ def _forward(
     layers: frozenset[int],
     sites: frozenset[int],
     rows: Tensor,
-) -> tuple[Tap, dict[int, Tensor]]:
-    resid: dict[int, Tensor] = {}
-    tap = Tap(layers, rows.to(model.device))
-    modules = model.layers
-    _reset_rotary(model)
-    mask = mask.to(model.device)
-    with ExitStack() as stack:
-        stack.callback(_reset_rotary, model)
-        stack.enter_context(tapped(model.hf, tap))
-        stack.enter_context(evaluating(model.hf))
-        stack.enter_context(torch.autocast(model.device.type, enabled=False))
-        if model.dtype == torch.float64:
-            stack.enter_context(keep_float64())
+) -> _Tap:
+    tap, modules = _Tap(layers, rows.to(model.device)), model.layers
+    with listening(model, tap) as stack:
+
+        def before(module: Any, hook: Any) -> None:
+            stack.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
+
+        def after(module: Any, hook: Any) -> None:
+            stack.callback(module.register_forward_hook(hook).remove)
+
         for layer in layers | {site for site in sites if site < len(modules)}:
-            hook = modules[layer].register_forward_pre_hook(
-                _keep_input(resid, layer), with_kwargs=True
-            )
-            stack.callback(hook.remove)
+            before(modules[layer], _keep_input(tap, layer))
         if len(modules) in sites:
-            hook = modules[-1].register_forward_hook(_keep_output(resid, len(modules)))
-            stack.callback(hook.remove)
+            after(modules[-1], _keep_output(tap, len(modules)))
         for layer in layers:
             attention = model.family.attention(modules[layer])
-            stack.callback(
-                attention.register_forward_pre_hook(
-                    _keep_rotary(tap, layer), with_kwargs=True
-                ).remove
-            )
-            added = model.family.added(modules[layer])
-            for module, name in ((attention, "attn_out"), (added, "block")):
-                stack.callback(module.register_forward_hook(_keep_found(tap, layer, name)).remove)
-        model.family.trunk(model.hf)(
-            input_ids=ids.to(model.device),
-            attention_mask=mask.long(),
-            position_ids=(mask.cumsum(-1) - 1).clamp(min=0),
-            use_cache=False,
-        )
-    return tap, resid
+            before(attention, _keep_rotary(tap, layer))
+            after(attention, _keep_found(tap, layer, "attn_out"))
+            after(model.family.added(modules[layer]), _keep_found(tap, layer, "block"))
+        last = max(layers | sites)
+        if last in layers:
+            after(modules[last], _enough)
+        elif last < len(modules):
+            before(modules[last], _enough)
+        run_model(model, ids, mask)
+    return tap
 
 
-def _keep_input(resid: dict[int, Tensor], site: int) -> Any:
+def _enough(*_: Any) -> None:
+    raise Enough
+
+
+def _keep_input(tap: _Tap, site: int) -> Any:
     def hook(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        resid[site] = (args[0] if args else kwargs["hidden_states"]).detach()
+        tap.resid[site] = (args[0] if args else kwargs["hidden_states"]).detach()
 
     return hook
 
 
-def _keep_output(resid: dict[int, Tensor], site: int) -> Any:
+def _keep_output(tap: _Tap, site: int) -> Any:
     def hook(module: Any, args: Any, output: Any) -> None:
-        resid[site] = output[0] if isinstance(output, tuple) else output
+        tap.resid[site] = first_of(output)
 
     return hook
 
 
-def _keep_rotary(tap: Tap, layer: int) -> Any:
+def _keep_rotary(tap: _Tap, layer: int) -> Any:
     def hook(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        tap.found.setdefault(layer, {})["rotary"] = kwargs.get("position_embeddings")
+        tap.keep(layer, rotary=kwargs.get("position_embeddings"))
 
     return hook
 
 
-def _keep_found(tap: Tap, layer: int, name: str) -> Any:
+def _keep_found(tap: _Tap, layer: int, name: str) -> Any:
     def hook(module: Any, args: Any, output: Any) -> None:
-        tap.found.setdefault(layer, {})[name] = output[0] if isinstance(output, tuple) else output
+        tap.keep(layer, **{name: first_of(output)})
 
     return hook
 
 
 def _layer_of(
-    tap: Tap, layer: int, resid: Tensor, index: int, span: slice, rows: Tensor
+    tap: _Tap, layer: int, resid: Tensor, index: int, span: slice, rows: Tensor
 ) -> LayerCapture:
     found = tap.found.get(layer, {})
     if not {"Q", "block"} <= found.keys():
@@ -268,14 +299,3 @@ def _non_finite(result: PromptCapture) -> PromptError | None:
         if not value.isfinite().all():
             return PromptError(f"non-finite activations: residual stream before layer {site}")
     return None
-
-
-def _reset_rotary(model: LoadedModel) -> None:
-    if not rotary_depends_on_length(model):
-        return
-    for module in model.hf.modules():
-        for name, frequencies in list(module.named_buffers(recurse=False)):
-            if name.endswith("original_inv_freq"):
-                kind = name.removesuffix("original_inv_freq")
-                module.register_buffer(f"{kind}inv_freq", frequencies.clone(), persistent=False)
-                setattr(module, f"{kind}max_seq_len_cached", module.original_max_seq_len)

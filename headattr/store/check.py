@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from headattr.config import canonical_hash
 from headattr.errors import StoreError
+from headattr.store.columns import EDGE, OV
 from headattr.store.format import (
     LABELS,
     SHARDS,
@@ -23,11 +24,18 @@ from headattr.store.reader import Store
 from headattr.store.shard import Shard
 
 TOLERANCE = {"float32": 1e-5, "float64": 1e-9}
+_SUMS = (
+    ("qk/totals", "score", "completeness"),
+    ("qk/q_contrast_totals", "score_contrast", "contrast_completeness"),
+    ("qk/k_contrast_totals", "score_contrast", "contrast_completeness"),
+)
+"""Dataset of parts, what they sum to, and the error that was measured."""
 _TOTALS_ROUNDING = 4e-6  # float32 rounding of a sum of totals, relative to the sum of their sizes
 
 
 class _Found(NamedTuple):
     completeness: list[NDArray[Any]]
+    contrast: list[NDArray[Any]]
     ov_completeness: list[NDArray[Any]]
     block: list[NDArray[Any]]
     pattern: list[NDArray[Any]]
@@ -35,12 +43,13 @@ class _Found(NamedTuple):
 
 
 def check_store(store: Store) -> dict[str, Any]:
-    """{"ok", "shards", "edges", "completeness", "ov", "pattern_error", "set_aside", "problems"}.
+    """{"ok", "shards", "edges", "completeness", "contrast_completeness", "ov", "pattern_error",
+    "set_aside", "problems"}.
 
     Errors are worst and median over all edges; null where there are none. Every problem names its
     file.
     """
-    found = _Found([], [], [], [], list(store.problems))
+    found = _Found([], [], [], [], [], list(store.problems))
     found.problems.extend(_manifest_problems(store))
     edges = 0
     for shard in store.shards:
@@ -64,6 +73,7 @@ def check_store(store: Store) -> dict[str, Any]:
         "shards": len(store.shards),
         "edges": edges,
         "completeness": _worst_and_median(found.completeness),
+        "contrast_completeness": _worst_and_median(found.contrast),
         "ov": {
             "completeness": _worst_and_median(found.ov_completeness),
             "block_completeness": {"worst": _worst(found.block)},
@@ -128,24 +138,24 @@ def _check_layer(shard: Shard, plan: dict[str, Any], name: str, found: _Found) -
         raise StoreError(f"{where}: the edge index does not fit its edges")
     q_pos, k_pos = split_keys(keys)
     group = np.repeat(np.arange(len(counts)), counts)
-    if (k_pos > q_pos).any() or (q_pos >= np.repeat(lengths, heads)[group]).any():
+    masked = (k_pos > q_pos) | (q_pos - k_pos >= (plan["window"] or np.inf))
+    if masked.any() or (q_pos >= np.repeat(lengths, heads)[group]).any():
         found.problems.append(f"{where}: an edge is masked or beyond its prompt")
     if ((np.diff(keys.astype(np.int64)) <= 0) & (np.diff(group) == 0)).any():
         found.problems.append(f"{where}: edges are not in order, or one is there twice")
     for path in _float_datasets(layer):
         if not np.isfinite(layer[path][:]).all():
             found.problems.append(f"{where}: {path} has non-finite values")
-    totals, score = layer["qk/totals"][:].astype(np.float64), layer["score"][:]
-    gap = np.abs(totals.sum((1, 2)) - score)
-    if (
-        gap
-        > layer["completeness"][:].max(initial=0) * 1e3
-        + _TOTALS_ROUNDING * np.abs(totals).sum((1, 2))
-    ).any():
-        found.problems.append(f"{where}: totals do not sum to the score")
+    for name, total, errors in _SUMS:
+        parts = layer[name][:].astype(np.float64).reshape(len(keys), -1)
+        gap = np.abs(parts.sum(1) - layer[total][:])
+        rounding = _TOTALS_ROUNDING * np.abs(parts).sum(1)
+        if (gap > layer[errors][:].max(initial=0) * 1e3 + rounding).any():
+            found.problems.append(f"{where}: {name} does not sum to the {total}")
     begin = shard.ptr[:-1].repeat(heads)[group]
     _check_slots(shard, plan, (begin + q_pos, begin + k_pos), where, found)
     found.completeness.append(layer["completeness"][:])
+    found.contrast.append(layer["contrast_completeness"][:])
     found.pattern.append(layer["pattern_error"][:])
     if plan["output"] is not None:
         found.ov_completeness.append(layer["ov/completeness"][:])
@@ -164,17 +174,22 @@ def _check_slots(
     shard."""
     q_at, k_at = ends
     layer = shard.file[f"layer/{plan['layer']}"]
-    columns = [(plan["basis"], q_at, ("qk/q_slots", "qk/q_top"))]
-    columns += [(plan["basis"], k_at, ("qk/k_slots", "qk/k_top"))]
+
+    def longest(source: int, positions: NDArray[Any]) -> NDArray[Any]:
+        return np.diff(shard.file[f"source/{source}/ptr"][:])[positions]
+
+    lengths = {"q": longest(plan["basis"], q_at), "k": longest(plan["basis"], k_at)}
+    columns = list(EDGE.values())
     if plan["output"] is not None:
-        columns += [(plan["basis"], k_at, ("ov/v_slots", "ov/v_top"))]
+        columns += OV.values()
         if not plan["every_output"]:
-            columns += [(plan["output"], q_at, ("ov/o_slots", "ov/o_top"))]
-    for source, positions, names in columns:
-        longest = np.diff(shard.file[f"source/{source}/ptr"][:])[positions]
-        for name in names:
-            if (decode_slots(layer[name][:]).max(1, initial=-1) >= longest).any():
-                found.problems.append(f"{where}: {name} points beyond an active list")
+            lengths["o"] = longest(plan["output"], q_at)
+    for name, kind in columns:
+        length = lengths.get(kind)
+        if length is None:
+            continue
+        if (decode_slots(layer[name][:]).max(1, initial=-1) >= length).any():
+            found.problems.append(f"{where}: {name} points beyond an active list")
 
 
 def _float_datasets(layer: Any) -> list[str]:
@@ -190,6 +205,7 @@ def _float_datasets(layer: Any) -> list[str]:
 def _check_errors(found: _Found, tolerance: float) -> None:
     for name, errors in (
         ("completeness", found.completeness),
+        ("contrast completeness", found.contrast),
         ("OV completeness", found.ov_completeness),
         ("block completeness", found.block),
         ("pattern error", found.pattern),
@@ -222,7 +238,8 @@ def render_check(answer: dict[str, Any]) -> str:
         "edges, "
         f"{answer['set_aside']} prompts set aside",
         f"  QK completeness: worst {shown(answer['completeness']['worst'])}, "
-        f"median {shown(answer['completeness']['median'])}",
+        f"median {shown(answer['completeness']['median'])}; contrasts: worst "
+        f"{shown(answer['contrast_completeness']['worst'])}",
         f"  OV completeness: worst {shown(ov['completeness']['worst'])}, median "
         f"{shown(ov['completeness']['median'])}; "
         f"whole block: worst {shown(ov['block_completeness']['worst'])}",

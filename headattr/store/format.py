@@ -1,4 +1,4 @@
-"""Names, element types and rounding of the store, version 0.1; FORMAT.md says the same in words."""
+"""Names, element types and rounding of the store, version 0.2; FORMAT.md says the same in words."""
 
 import contextlib
 import hashlib
@@ -12,7 +12,7 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import NDArray
 
-VERSION = "0.1"
+VERSION = "0.2"
 STORE_FORMAT, SHARD_FORMAT = "headattr-store", "headattr-shard"
 MANIFEST = "manifest.json"
 SHARDS, LABELS = "shards", "labels"

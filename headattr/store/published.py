@@ -34,9 +34,15 @@ def read_manifest(path: Path) -> dict[str, Any]:
     version = str(manifest.get("version"))
     if not re.fullmatch(r"\d+(\.\d+)*", version):
         raise StoreError(f"{file} is broken: its version is {version}, expected {VERSION}")
-    if [int(part) for part in version.split(".")] > [int(part) for part in VERSION.split(".")]:
+    found, known = ([int(part) for part in text.split(".")] for text in (version, VERSION))
+    if found > known:
         raise StoreError(
             f"{path} was written by a newer version (format {version}); upgrade headattr"
+        )
+    if found < known:
+        raise StoreError(
+            f"{path} has format {version}, and this headattr reads {VERSION}; formats before 1.0 "
+            "are not carried over: run again into another folder"
         )
     for key, kind in _PARTS.items():
         if not isinstance(manifest.get(key), kind):

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from headattr.edges import Edge, HeadId, position_problem
 from headattr.errors import StoreError, UsageError
+from headattr.store.columns import OV, Column, edge_columns
 from headattr.store.format import (
     LABELS,
     SHARDS,
@@ -114,7 +115,8 @@ class Store:
 
     def _find(self, prompt: int, edge: Edge) -> EdgeRow | None:
         shard, begin, end = self._span(prompt)
-        if problem := position_problem(edge.q_pos, edge.k_pos, end - begin):
+        window = self._plan(HeadId(edge.layer, edge.head))["window"]
+        if problem := position_problem(edge.q_pos, edge.k_pos, end - begin, window):
             raise UsageError(f"prompt {prompt}: {problem}")
         start, stop = self._group(prompt, HeadId(edge.layer, edge.head))[1:]
         keys = shard.dataset(f"layer/{edge.layer}/key")
@@ -128,54 +130,27 @@ class Store:
 
     def _row(self, shard: Shard, begin: int, row: int, edge: Edge) -> EdgeRow:
         attrs = shard.layer_attrs(edge.layer)
-        base, qk = f"layer/{edge.layer}", f"layer/{edge.layer}/qk"
-
-        def cell(name: str) -> Any:
-            return shard.dataset(name)[row]
-
+        base, basis, output = f"layer/{edge.layer}", int(attrs["basis"]), int(attrs["output"])
         q_at, k_at = begin + edge.q_pos, begin + edge.k_pos
         texts = shard.dataset("prompt/token_text")
-        output = int(attrs["output"])
-        every = bool(attrs["every_output"])
+        capped = "softcap" in attrs
+        cells = _cells(shard, base, edge_columns(capped=capped), row)
+        cells.setdefault("score_capped", cells["score"])
+        ov = None
+        if output >= 0:
+            whole = float(shard.dataset(f"{base}/ov/block_completeness")[q_at])
+            ov = OvRow(block_completeness=whole, **_cells(shard, base, OV, row))
+        by_id = output < 0 or bool(attrs["every_output"])
         return EdgeRow(
             edge=edge,
             tokens=(texts[q_at].decode(), texts[k_at].decode()),
-            score=float(cell(f"{base}/score")),
-            pattern=float(cell(f"{base}/pattern")),
-            completeness=float(cell(f"{base}/completeness")),
-            feature_share=float(cell(f"{base}/feature_share")),
             flagged=bool(shard.dataset(f"{base}/flagged")[k_at]),
             kinds=tuple(json.loads(attrs["kinds"])),
-            totals=cell(f"{qk}/totals"),
-            values=cell(f"{qk}/value"),
-            q_slots=decode_slots(cell(f"{qk}/q_slots")),
-            k_slots=decode_slots(cell(f"{qk}/k_slots")),
-            q_top=decode_slots(cell(f"{qk}/q_top")),
-            q_marginals=cell(f"{qk}/q_marginals"),
-            k_top=decode_slots(cell(f"{qk}/k_top")),
-            k_marginals=cell(f"{qk}/k_marginals"),
-            q_active=shard.active(int(attrs["basis"]), q_at),
-            k_active=shard.active(int(attrs["basis"]), k_at),
-            o_active=None if output < 0 or every else shard.active(output, q_at),
-            ov=None if output < 0 else self._ov_row(shard, f"{base}/ov", row, q_at),
-        )
-
-    @staticmethod
-    def _ov_row(shard: Shard, base: str, row: int, q_at: int) -> OvRow:
-        def cell(name: str) -> Any:
-            return shard.dataset(f"{base}/{name}")[row]
-
-        return OvRow(
-            cell("value"),
-            decode_slots(cell("v_slots")),
-            decode_slots(cell("o_slots")),
-            float(cell("completeness")),
-            float(shard.dataset(f"{base}/block_completeness")[q_at]),
-            decode_slots(cell("v_top")),
-            cell("v_norms"),
-            decode_slots(cell("o_top")),
-            cell("o_reads"),
-            cell("o_totals"),
+            q_active=shard.active(basis, q_at),
+            k_active=shard.active(basis, k_at),
+            o_active=None if by_id else shard.active(output, q_at),
+            ov=ov,
+            **cells,
         )
 
     def density(self, source: int, feature: int) -> float | None:
@@ -241,15 +216,18 @@ class Store:
         return shard, int(shard.ptr[at]), int(shard.ptr[at + 1])
 
     def _group(self, prompt: int, head: HeadId) -> tuple[Shard, int, int]:
-        shard = self._span(prompt)[0]
+        shard, plan = self._span(prompt)[0], self._plan(head)
+        group = shard.ids.index(prompt) * len(plan["heads"]) + plan["heads"].index(head.head)
+        start, stop = shard.dataset(f"layer/{head.layer}/group_ptr")[group : group + 2]
+        return shard, int(start), int(stop)
+
+    def _plan(self, head: HeadId) -> dict[str, Any]:
         plan = next((p for p in self.manifest["layers"] if p["layer"] == head.layer), None)
         if plan is None or head.head not in plan["heads"]:
             raise UsageError(
                 f"head {head} is not in this store; it holds {', '.join(map(str, self.heads))}"
             )
-        group = shard.ids.index(prompt) * len(plan["heads"]) + plan["heads"].index(head.head)
-        start, stop = shard.dataset(f"layer/{head.layer}/group_ptr")[group : group + 2]
-        return shard, int(start), int(stop)
+        return plan
 
     def _no_prompt(self, prompt: int) -> Exception:
         for entry in self.set_aside:
@@ -305,6 +283,18 @@ class Store:
     def __iter__(self) -> Iterator[int]:
         """Finished prompt ids."""
         return iter(self.prompt_ids)
+
+
+def _cells(shard: Shard, base: str, columns: dict[str, Column], row: int) -> dict[str, Any]:
+    """One row of every column: floats, arrays, and slots with -1 for none."""
+    cells: dict[str, Any] = {}
+    for name, column in columns.items():
+        value = shard.dataset(f"{base}/{column.dataset}")[row]
+        slots = column.kind in ("q", "k", "o")
+        cells[name] = decode_slots(value) if slots else value
+        if column.kind == "scalar":
+            cells[name] = float(value)
+    return cells
 
 
 def open_store(path: str | Path) -> Store:

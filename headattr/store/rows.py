@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headattr.edges import Edge
+from headattr.store.columns import OV, edge_columns
 
 
 class Active(NamedTuple):
@@ -35,26 +36,36 @@ class EdgeRow(NamedTuple):
 
     edge: Edge
     tokens: tuple[str, str]
-    score: float
-    pattern: float
-    completeness: float
-    feature_share: float
     flagged: bool
     """The key swallows attention."""
     kinds: tuple[str, ...]
-    totals: NDArray[np.floating]
-    values: NDArray[np.floating]
-    q_slots: NDArray[np.integer]
-    k_slots: NDArray[np.integer]
-    q_top: NDArray[np.integer]
-    q_marginals: NDArray[np.floating]
-    k_top: NDArray[np.integer]
-    k_marginals: NDArray[np.floating]
     q_active: Active
     k_active: Active
     o_active: Active | None
     """Output features at the query; None where slots are ids already."""
     ov: OvRow | None
+    score: float
+    score_capped: float
+    score_contrast: float
+    pattern: float
+    completeness: float
+    contrast_completeness: float
+    feature_share: float
+    totals: NDArray[np.floating]
+    q_contrast_totals: NDArray[np.floating]
+    k_contrast_totals: NDArray[np.floating]
+    values: NDArray[np.floating]
+    pair_contrasts: NDArray[np.floating]
+    q_slots: NDArray[np.integer]
+    k_slots: NDArray[np.integer]
+    q_top: NDArray[np.integer]
+    q_marginals: NDArray[np.floating]
+    q_contrasts: NDArray[np.floating]
+    q_ablations: NDArray[np.floating]
+    k_top: NDArray[np.integer]
+    k_marginals: NDArray[np.floating]
+    k_contrasts: NDArray[np.floating]
+    k_ablations: NDArray[np.floating]
 
 
 def fault(row: EdgeRow) -> str | None:
@@ -63,12 +74,12 @@ def fault(row: EdgeRow) -> str | None:
     q, k, o = (
         active and len(active.features) for active in (row.q_active, row.k_active, row.o_active)
     )
-    lengths = {"q_slots": q, "q_top": q, "k_slots": k, "k_top": k, "v_slots": k, "v_top": k}
-    lengths |= {"o_slots": o, "o_top": o}
-    for name, value in {**row._asdict(), **({} if row.ov is None else row.ov._asdict())}.items():
-        if isinstance(value, float | np.ndarray) and not np.isfinite(value).all():
-            return f"{name} is not finite"
-        longest = lengths.get(name)
-        if longest is not None and np.max(value, initial=-1) >= longest:
-            return f"{name} points beyond an active list"
+    lengths = {"q": q, "k": k, "o": o}
+    for table, columns in ((row, edge_columns(capped=True)), (row.ov, OV)):
+        for name, column in columns.items() if table is not None else ():
+            value, longest = getattr(table, name), lengths.get(column.kind)
+            if not np.isfinite(value).all():
+                return f"{name} is not finite"
+            if longest is not None and np.max(value, initial=-1) >= longest:
+                return f"{name} points beyond an active list"
     return None

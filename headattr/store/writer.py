@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from headattr.edges import LayerTable
 from headattr.errors import StoreError
+from headattr.store.columns import OV, Column, edge_columns
 from headattr.store.format import (
     MANTISSA_BITS,
     PAIR_CHUNK,
@@ -65,6 +66,10 @@ class LayerPlan(NamedTuple):
     every_output: bool
     ov_reason: str | None
     """Why there is no output."""
+    window: int | None = None
+    """How many keys a query sees, itself included; None is all before it."""
+    softcap: float | None = None
+    """c of c tanh(s / c), between score and softmax."""
 
 
 def write_shard(
@@ -157,6 +162,9 @@ def _write_layer(file: h5py.File, plan: LayerPlan, results: Sequence[PromptResul
         read=plan.read or "",
         every_output=plan.every_output,
     )
+    for name in ("window", "softcap"):
+        if getattr(plan, name) is not None:
+            group.attrs[name] = getattr(plan, name)
     longest = max(len(result.tokens) for result in results)
     keys = np.concatenate([make_keys(t.q_pos, t.k_pos, key_type(longest)) for t in tables])
     counts = np.concatenate([np.diff(table.head_ptr) for table in tables])
@@ -168,39 +176,37 @@ def _write_layer(file: h5py.File, plan: LayerPlan, results: Sequence[PromptResul
     )
     group["share_sums"] = np.stack([table.share_sums for table in tables])
     group["pattern_error"] = np.array([table.pattern_error for table in tables], np.float32)
-    for name in ("score", "pattern", "completeness", "feature_share"):
-        _pack(group, name, _column(tables, name), SCALAR_CHUNK)
-    slots = slot_type(_longest_list(results, plan.basis))
-    qk = group.create_group("qk")
-    _pack(qk, "totals", _column(tables, "totals"), PAIR_CHUNK)
-    _pack(qk, "value", round_values(_column(tables, "values")), PAIR_CHUNK)
-    for name in ("q_slots", "k_slots", "q_top", "k_top"):
-        _pack(qk, name, encode_slots(_column(tables, name, None), slots), PAIR_CHUNK)
-    for name in ("q_marginals", "k_marginals"):
-        _pack(qk, name, _column(tables, name), PAIR_CHUNK)
-    qk.attrs["n_nonfinite"] = sum(table.n_nonfinite for table in tables)
+    columns = edge_columns(capped=plan.softcap is not None)
+    _write_columns(group, columns, tables, plan, results)
+    group["qk"].attrs["n_nonfinite"] = sum(table.n_nonfinite for table in tables)
     if plan.output is not None:
-        _write_ov(group.create_group("ov"), plan, results, slots)
+        moved = [table.ov for table in tables if table.ov is not None]
+        _write_columns(group, OV, moved, plan, results)
+        group["ov/block_completeness"] = _column(moved, "block_completeness")
     return len(keys)
 
 
-def _write_ov(
-    group: h5py.Group, plan: LayerPlan, results: Sequence[PromptResult], slots: np.dtype[Any]
+def _write_columns(
+    group: h5py.Group,
+    columns: dict[str, Column],
+    tables: Sequence[Any],
+    plan: LayerPlan,
+    results: Sequence[PromptResult],
 ) -> None:
-    tables = [ov for result in results if (ov := result.layers[plan.layer].ov) is not None]
-    assert plan.output is not None
-    longest = (1 << 31) if plan.every_output else _longest_list(results, plan.output)
-    _pack(group, "value", round_values(_column(tables, "values")), PAIR_CHUNK)
-    for name in ("v_slots", "v_top"):
-        _pack(group, name, encode_slots(_column(tables, name, None), slots), PAIR_CHUNK)
-    for name in ("o_slots", "o_top"):
-        _pack(
-            group, name, encode_slots(_column(tables, name, None), slot_type(longest)), PAIR_CHUNK
-        )
-    for name in ("v_norms", "o_reads", "o_totals"):
-        _pack(group, name, _column(tables, name), PAIR_CHUNK)
-    _pack(group, "completeness", _column(tables, "completeness"), SCALAR_CHUNK)
-    group["block_completeness"] = _column(tables, "block_completeness")
+    """Every column of the tables, in the type its kind asks for."""
+    basis = slot_type(_longest_list(results, plan.basis))
+    slots = {"q": basis, "k": basis}
+    if plan.output is not None:
+        by_id = plan.every_output
+        slots["o"] = slot_type(1 << 31 if by_id else _longest_list(results, plan.output))
+    for name, column in columns.items():
+        data = _column(tables, name, None if column.kind in slots else np.float32)
+        if column.kind in slots:
+            data = encode_slots(data, slots[column.kind])
+        elif column.kind == "rounded":
+            data = round_values(data)
+        chunk = SCALAR_CHUNK if column.kind == "scalar" else PAIR_CHUNK
+        _pack(group, column.dataset, data, chunk)
 
 
 def _longest_list(results: Sequence[PromptResult], source: int) -> int:

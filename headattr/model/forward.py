@@ -1,0 +1,185 @@
+"""One forward pass of the model itself with a tap in its attention, and everything put back.
+
+The model runs unchanged, with its own eager attention; what a tap keeps or changes there is up to
+it. Nothing here knows a family.
+"""
+
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+from typing import Any, Protocol
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from headattr.errors import ProofError
+from headattr.model.load import LoadedModel
+
+
+class Attend(Protocol):
+    """What stands in for a layer's attention."""
+
+    def __call__(
+        self,
+        eager: Any,
+        module: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Output [batch, pos, head, d_head] from queries and keys (rotated) and values, [batch,
+        head, pos, d_head]; `eager` is the module's own eager attention."""
+        ...
+
+
+_ATTEND: ContextVar[Attend] = ContextVar("headattr_attend")
+
+
+class Enough(Exception):
+    """Raised by a hook that has seen all that is wanted: the rest of the model does not run."""
+
+
+@contextmanager
+def listening(model: LoadedModel, attend: Attend) -> Iterator[ExitStack]:
+    """Run the model's own eager attention through `attend`, in eval mode, in its own precision.
+
+    Gives a stack on which hooks may put their removal; leaving puts all back.
+    """
+    _reset_rotary(model)
+    with ExitStack() as stack:
+        stack.callback(_reset_rotary, model)
+        stack.enter_context(_tapped(model.hf, attend))
+        stack.enter_context(_evaluating(model.hf))
+        stack.enter_context(torch.autocast(model.device.type, enabled=False))
+        if model.dtype == torch.float64:
+            stack.enter_context(_Float64())
+        yield stack
+
+
+def run_model(
+    model: LoadedModel,
+    ids: Int[Tensor, "batch pos"],
+    mask: Bool[Tensor, "batch pos"],
+    *,
+    logits: bool = False,
+) -> Any:
+    """One forward pass, positions counted from each prompt's first token; the trunk alone unless
+    `logits`. None if a hook has had enough."""
+    mask = mask.to(model.device)
+    module = model.hf if logits else model.family.trunk(model.hf)
+    try:
+        return module(
+            input_ids=ids.to(model.device),
+            attention_mask=mask.long(),
+            position_ids=(mask.cumsum(-1) - 1).clamp(min=0),
+            use_cache=False,
+        )
+    except Enough:
+        return None
+
+
+def first_of(output: Any) -> Tensor:
+    """What a module gives, where it gives a tuple the first of it."""
+    return output[0] if isinstance(output, tuple) else output
+
+
+def rotary_depends_on_length(model: LoadedModel) -> bool:
+    """Does the rotary frequency of a position depend on the longest position of the batch?"""
+    kinds = [str(rotary.get("rope_type")) for rotary in model.rotary_parameters]
+    return any(kind in found for found in kinds for kind in ("dynamic", "longrope"))
+
+
+def _reset_rotary(model: LoadedModel) -> None:
+    if not rotary_depends_on_length(model):
+        return
+    for module in model.hf.modules():
+        for name, frequencies in list(module.named_buffers(recurse=False)):
+            if name.endswith("original_inv_freq"):
+                kind = name.removesuffix("original_inv_freq")
+                module.register_buffer(f"{kind}inv_freq", frequencies.clone(), persistent=False)
+                setattr(module, f"{kind}max_seq_len_cached", module.original_max_seq_len)
+
+
+@contextmanager
+def _tapped(hf: Any, attend: Attend) -> Iterator[None]:
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface, eager_mask
+
+    AttentionInterface.register("headattr", _through_tap)
+    AttentionMaskInterface.register("headattr", eager_mask)
+    before = hf.config._attn_implementation
+    token = _ATTEND.set(attend)
+    try:
+        hf.set_attn_implementation("headattr")
+        yield
+    finally:
+        hf.set_attn_implementation(before)
+        _ATTEND.reset(token)
+
+
+def _through_tap(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    eager = _eager_of(module)
+    return _ATTEND.get()(eager, module, query, key, value, attention_mask, **kwargs), None
+
+
+def scale_of(query: Tensor, kwargs: dict[str, Any]) -> float:
+    """What the model multiplies its products by."""
+    scaling = kwargs.get("scaling")
+    return query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+
+
+def _eager_of(module: Any) -> Any:
+    """The eager attention of the file that defines an attention class or what it inherits from."""
+    for parent in type(module).__mro__:
+        found = getattr(sys.modules[parent.__module__], "eager_attention_forward", None)
+        if found is not None:
+            return found
+    raise ProofError(
+        f"found attention of class {type(module).__name__}, which has no eager form; expected "
+        "an attention module of transformers"
+    )
+
+
+@contextmanager
+def _evaluating(hf: nn.Module) -> Iterator[None]:
+    """Without dropout; the modules that were training train again afterwards."""
+    training = [module for module in hf.modules() if module.training]
+    hf.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+class _Float64(TorchFunctionMode):
+    """Hugging Face computes norms, softmax and rotary angles in float32 even in a float64 model;
+    not here."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        double = bool(args) and isinstance(args[0], Tensor) and args[0].dtype == torch.float64
+        if double and func is Tensor.float:
+            return args[0]
+        if double and func in (
+            Tensor.to,
+            torch.softmax,
+            torch.nn.functional.softmax,
+            Tensor.softmax,
+        ):
+            args = tuple(torch.float64 if arg is torch.float32 else arg for arg in args)
+            if kwargs.get("dtype") is torch.float32:
+                kwargs["dtype"] = torch.float64
+        return func(*args, **kwargs)
