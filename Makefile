@@ -1,11 +1,12 @@
 # Targets are the README's commands.
 PYTHON ?= python3
 PIP_ARGS ?=
+ACCEPT ?=
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test test-slow smollm2 smollm2-saes lint types imports proven bench clean
+.PHONY: demo test test-slow smollm2 smollm2-saes gemma3 test-gemma3 lint types imports proven bench clean
 
 demo: $(INSTALLED)
 	$(BIN)/headattr demo
@@ -21,6 +22,13 @@ smollm2: $(INSTALLED)
 
 smollm2-saes: smollm2
 	$(BIN)/python scripts/train_smollm2_saes.py
+
+# Opt-in, under the Gemma Terms of Use: make gemma3 ACCEPT=--accept-gemma-terms
+gemma3: $(INSTALLED)
+	$(BIN)/python scripts/get_gemma3.py $(ACCEPT)
+
+test-gemma3: gemma3
+	$(BIN)/python -m pytest tests/test_gemma3.py -n 0 -rs
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

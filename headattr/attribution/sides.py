@@ -110,6 +110,8 @@ def _regrow(
     norm's own sigma."""
     active = components.active
     coefs = components.coefs.to(x)
+    if not len(coefs):
+        return active.padded(coefs)
     step = max(1, _CHUNK // x.shape[1])
     parts = [
         norm.sigma(x[pos] - coef[:, None] * directions[row])
@@ -117,8 +119,7 @@ def _regrow(
             active.positions.split(step), coefs.split(step), inverse.split(step), strict=True
         )
     ]
-    after = torch.cat(parts) if parts else coefs
-    return active.padded(norm.sigma(x)[active.positions] / after)
+    return active.padded(norm.sigma(x)[active.positions] / torch.cat(parts))
 
 
 def project(

@@ -1,4 +1,5 @@
-"""A model from a folder, a hub id, a GGUF file or a name; incomplete files are refused."""
+"""A model from a folder, a hub id, a GGUF file or a name; incomplete files are refused, and GGUF
+files that say more than transformers reads."""
 
 import struct
 from pathlib import Path
@@ -6,9 +7,17 @@ from typing import Any
 
 import torch
 
-from headattr.errors import HeadattrError
+from headattr.errors import HeadattrError, UnsupportedModelError
 from headattr.model.embedded import cache_folder, embedded_folder
 from headattr.model.weights_file import check_safetensors
+
+FETCHED = {
+    "smollm2": "make smollm2",
+    "gemma3-270m": "make gemma3 ACCEPT=--accept-gemma-terms",
+}
+"""Models in the cache folder, by name, and the command that puts each there."""
+_GGUF_NUMBERS = "BbHhIif?  Qqd"
+"""How numbers are packed, by type; 8 is text, 9 an array."""
 
 
 def from_files(name: str, tokenizer: Any | None, dtype: torch.dtype) -> tuple[Any, Any, list[str]]:
@@ -17,16 +26,15 @@ def from_files(name: str, tokenizer: Any | None, dtype: torch.dtype) -> tuple[An
     Raises HeadattrError, naming the file or the tensor, for whatever is missing or broken.
     """
     folder, gguf = _locate(name)
-    from huggingface_hub.errors import StrictDataclassError
-    from safetensors import SafetensorError
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, logging
 
     logging.disable_progress_bar()
     options = {"gguf_file": gguf} if gguf else {}
     quantization = {"quantization_config": _gguf_config()} if gguf else {}
     wanted = str(dtype).removeprefix("torch.")
-    broken = (OSError, ValueError, TypeError, LookupError, AttributeError, ImportError)
     try:
+        said, tensors = _gguf_header(Path(folder, gguf)) if gguf else ({}, [])
+        _refuse_unread(name, said, tensors)
         stored = {"GGUF"} if gguf else _stored_dtypes(folder, AutoConfig)
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder,
@@ -40,17 +48,22 @@ def from_files(name: str, tokenizer: Any | None, dtype: torch.dtype) -> tuple[An
         )
         if tokenizer is None and (gguf or _may_have_tokenizer(folder)):
             tokenizer = AutoTokenizer.from_pretrained(folder, **options)
-    except (*broken, RuntimeError, struct.error, SafetensorError, StrictDataclassError) as error:
-        said = " ".join(str(error).split())[:300] or type(error).__name__
+    except HeadattrError:
+        raise
+    except Exception as error:  # tokenizers raises nothing narrower
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
         raise HeadattrError(
-            f"cannot load the model {name!r}: {said}; expected a folder with config.json and "
+            f"cannot load the model {name!r}: {reason}; expected a folder with config.json and "
             ".safetensors "
-            "weights, a .gguf file, a hub id, or one of: demo, smollm2"
+            f"weights, a .gguf file, a hub id, or one of: demo, {', '.join(FETCHED)}"
         ) from error
     hf, report = loaded
     notes = []
     if gguf:
+        _refuse_misread(name, said, hf)
         notes.append(f"the GGUF weights of {gguf} run dequantised, as {wanted}")
+        if (unused := len(tensors) - len(list(hf.parameters()))) > 0:
+            notes.append(f"not used by a {type(hf).__name__}: {unused} tensors of {gguf}")
     elif stored and stored != {wanted}:
         notes.append(f"the {'/'.join(sorted(stored))} checkpoint runs as a {wanted} copy")
     return hf.to(dtype), tokenizer, [*notes, *_left_over(name, hf, report)]
@@ -82,10 +95,10 @@ def _locate(name: str) -> tuple[str, str | None]:
     """Folder or hub id, and the GGUF file in it if that is what was named."""
     if name == "demo":
         return str(embedded_folder() / "demo" / "model"), None
-    if name == "smollm2":
-        folder = cache_folder() / "smollm2"
+    if name in FETCHED:
+        folder = cache_folder() / name
         if not (folder / "config.json").exists():
-            raise HeadattrError(f"smollm2 is not in {cache_folder()}; run `make smollm2` once")
+            raise HeadattrError(f"{name} is not in {cache_folder()}; run `{FETCHED[name]}` once")
         return str(folder), None
     path = Path(name).expanduser()
     if path.suffix == ".gguf":
@@ -134,3 +147,81 @@ def _gguf_config() -> Any:
             f"a GGUF file needs the packages gguf and accelerate ({error}); install headattr[gguf]"
         ) from error
     return GgufConfig(dequantize=True)
+
+
+def _gguf_header(path: Path) -> tuple[dict[str, Any], list[str]]:
+    """What a GGUF file says, by key, and the names of its tensors."""
+    with path.open("rb") as file:
+
+        def numbers(letter: str, count: int = 1) -> list[Any]:
+            packed = f"<{count}{letter}"
+            return list(struct.unpack(packed, file.read(struct.calcsize(packed))))
+
+        def texts(count: int = 1) -> list[Any]:
+            return [file.read(*numbers("Q")).decode("utf-8", "replace") for _ in range(count)]
+
+        def values() -> Any:
+            (kind,), count = numbers("I"), 1
+            if array := kind == 9:
+                (kind,), (count,) = numbers("I"), numbers("Q")
+            found = texts(count) if kind == 8 else numbers(_GGUF_NUMBERS[kind], count)
+            return found if array else found[0]
+
+        if file.read(4) != b"GGUF" or numbers("I")[0] not in (2, 3):
+            raise HeadattrError(f"{path} is not a GGUF file of version 2 or 3")
+        n_tensors, n_keys = numbers("Q", 2)
+        said = {texts()[0]: values() for _ in range(n_keys)}
+        tensors: list[str] = []
+        for _ in range(n_tensors):
+            tensors += texts()
+            numbers("Q", *numbers("I"))  # its shape; then its type and its place
+            numbers("I")
+            numbers("Q")
+    return said, tensors
+
+
+def _refuse_unread(name: str, said: dict[str, Any], tensors: list[str]) -> None:
+    """Refuse scaled rotary in a GGUF: transformers leaves it out, and would run another model."""
+    family = said.get("general.architecture")
+    unread = [
+        f"{key} = {value}"
+        for key, value in said.items()
+        if key.startswith(f"{family}.rope.scal") and value not in ("none", "linear", 0, 1)
+    ]
+    unread += [tensor for tensor in tensors if tensor.startswith("rope_")]
+    if unread:
+        raise UnsupportedModelError(
+            f"{name} scales its rotary embedding ({', '.join(unread)}), which transformers does "
+            "not read from a GGUF; expected none: use the Hugging Face folder of this model"
+        )
+
+
+def _refuse_misread(name: str, said: dict[str, Any], hf: Any) -> None:
+    """Refuse a GGUF that says something else than what transformers assumed for it."""
+    config, family = hf.config, said.get("general.architecture")
+    d_head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    windows = [kind == "sliding_attention" for kind in getattr(config, "layer_types", None) or []]
+    rotary = (getattr(config, "rope_parameters", None) or {}).get("sliding_attention") or {}
+    facts = {
+        "attention.key_length": d_head,
+        "attention.value_length": d_head,
+        "attention.sliding_window": getattr(config, "sliding_window", None),
+        "attention.sliding_window_pattern": windows,
+        "rope.freq_base_swa": rotary.get("rope_theta"),
+        "attn_logit_softcapping": getattr(config, "attn_logit_softcapping", None),
+        "final_logit_softcapping": getattr(config, "final_logit_softcapping", None),
+    }
+    for key, assumed in facts.items():
+        found = said.get(f"{family}.{key}", assumed)
+        if isinstance(found, int) and key.endswith("pattern"):
+            found = [bool((layer + 1) % found) for layer in range(len(windows))]
+        if found != assumed:
+            raise UnsupportedModelError(
+                f"{name} says {family}.{key} = {found}, and transformers runs {assumed}; expected "
+                "the same: use the Hugging Face folder of this model"
+            )
+    if getattr(config, "query_pre_attn_scalar", d_head) != d_head:
+        raise UnsupportedModelError(
+            f"{name} does not say its score scale, and its heads are {d_head} wide; expected "
+            f"{config.query_pre_attn_scalar}: use the Hugging Face folder of this model"
+        )

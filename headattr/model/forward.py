@@ -5,10 +5,10 @@ it. Nothing here knows a family.
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Int
@@ -18,24 +18,10 @@ from torch.overrides import TorchFunctionMode
 from headattr.errors import ProofError
 from headattr.model.load import LoadedModel
 
-
-class Attend(Protocol):
-    """What stands in for a layer's attention."""
-
-    def __call__(
-        self,
-        eager: Any,
-        module: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        **kwargs: Any,
-    ) -> Tensor:
-        """Output [batch, pos, head, d_head] from queries and keys (rotated) and values, [batch,
-        head, pos, d_head]; `eager` is the module's own eager attention."""
-        ...
-
+Attend = Callable[..., Tensor]
+"""What stands in for a layer's attention: (eager, module, query, key, value, mask, **kwargs) -> the
+output [batch, pos, head, d_head]. Queries and keys are rotated, all are [batch, head, pos, d_head],
+and `eager` is the module's own eager attention."""
 
 _ATTEND: ContextVar[Attend] = ContextVar("headattr_attend")
 

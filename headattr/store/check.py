@@ -147,9 +147,10 @@ def _check_layer(shard: Shard, plan: dict[str, Any], name: str, found: _Found) -
         if not np.isfinite(layer[path][:]).all():
             found.problems.append(f"{where}: {path} has non-finite values")
     for name, total, errors in _SUMS:
-        parts = layer[name][:].astype(np.float64).reshape(len(keys), -1)
-        gap = np.abs(parts.sum(1) - layer[total][:])
-        rounding = _TOTALS_ROUNDING * np.abs(parts).sum(1)
+        parts = layer[name][:].astype(np.float64)
+        axes = tuple(range(1, parts.ndim))
+        gap = np.abs(parts.sum(axes) - layer[total][:])
+        rounding = _TOTALS_ROUNDING * np.abs(parts).sum(axes)
         if (gap > layer[errors][:].max(initial=0) * 1e3 + rounding).any():
             found.problems.append(f"{where}: {name} does not sum to the {total}")
     begin = shard.ptr[:-1].repeat(heads)[group]
