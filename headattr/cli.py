@@ -91,9 +91,23 @@ class DictionariesList:
     """Print the table as JSON."""
 
 
+@dataclass(frozen=True)
+class Estimate(RunConfig):
+    """What a run would take - edges, bytes, memory, time - with the same flags, before anything
+    heavy.
+
+    Example:
+      headattr estimate --model demo --basis demo --texts prompts.txt --out results
+    """
+
+    out: str = ""
+    """Not used: nothing is written."""
+
+
 COMMANDS: dict[str, type[Any]] = {
     "demo": Demo,
     "run": RunConfig,
+    "estimate": Estimate,
     "query edge": QueryEdge,
     "check": Check,
     "models": Models,
@@ -181,6 +195,14 @@ def _run(config: RunConfig) -> int:
     return 3 if answer["set_aside"] else 0
 
 
+def _estimate(config: Estimate) -> int:
+    from headattr.estimate import estimate_run, render_estimate
+
+    _quiet()
+    _print(estimate_run(config), config.json, render_estimate)
+    return 0
+
+
 def _query_edge(command: QueryEdge) -> int:
     from headattr import query
     from headattr.store.reader import open_store
@@ -221,6 +243,7 @@ def _dictionaries_list(command: DictionariesList) -> int:
 _RUN: dict[type[Any], Callable[[Any], int]] = {
     Demo: _demo,
     RunConfig: _run,
+    Estimate: _estimate,
     QueryEdge: _query_edge,
     Check: _check,
     Models: _models,

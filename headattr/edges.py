@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -134,6 +134,20 @@ def non_finite_column(table: LayerTable) -> str | None:
             if not (np.abs(column) <= largest).all():
                 return name
     return None
+
+
+def as_float32(table: LayerTable) -> LayerTable:
+    """The table with its numbers in float32, as the store keeps them; sums over edges stay."""
+
+    def narrow(columns: dict[str, Any]) -> dict[str, Any]:
+        return {
+            name: column.astype(np.float32)
+            for name, column in columns.items()
+            if isinstance(column, np.ndarray) and column.dtype.kind == "f" and name != "share_sums"
+        }
+
+    ov = None if table.ov is None else table.ov._replace(**narrow(table.ov._asdict()))
+    return table._replace(**narrow(table._asdict()), ov=ov)
 
 
 def parse_edge_rule(text: str) -> EdgeRule:

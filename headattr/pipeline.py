@@ -18,6 +18,7 @@ from headattr.basis.component import ActiveFeatures
 from headattr.edges import (
     HeadId,
     LayerTable,
+    as_float32,
     non_finite_column,
     parse_edge_rule,
     select_edges,
@@ -131,7 +132,8 @@ def _attribute_batch(
                 continue
             task = layer_task(run, layer_plan, weights, batch[i], captured, actives[i])
             try:
-                tables[i][layer_plan.layer] = checked_table(task, TOLERANCE[run.model.dtype])
+                table = checked_table(task, TOLERANCE[run.model.dtype])
+                tables[i][layer_plan.layer] = as_float32(table)
             except PromptError as error:
                 failed[i] = error
     return [

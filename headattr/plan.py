@@ -47,9 +47,9 @@ def make_run(config: RunConfig, inputs: Inputs) -> Run:
         inputs.model, tokenizer=inputs.tokenizer, device=config.device, dtype=config.dtype
     )
     sources = load_sources(model, inputs.basis, inputs.output)
-    heads, skipped = _heads(config, model, sources)
+    heads, skipped = plan_heads(config, model, sources)
     plans = [
-        _plan_layer(config, model, layer, heads, sources)
+        plan_layer(config, model, layer, heads, sources)
         for layer in sorted({h.layer for h in heads})
     ]
     for layer_plan in plans:
@@ -106,7 +106,7 @@ def _about_model(model: LoadedModel, proof: Errors) -> dict[str, Any]:
     }
 
 
-def _heads(
+def plan_heads(
     config: RunConfig, model: LoadedModel, sources: Sources
 ) -> tuple[list[HeadId], list[int]]:
     """The heads to attribute, and the layers that `all` leaves out for want of a basis."""
@@ -123,9 +123,10 @@ def _heads(
     return kept, without
 
 
-def _plan_layer(
+def plan_layer(
     config: RunConfig, model: LoadedModel, layer: int, heads: list[HeadId], sources: Sources
 ) -> LayerPlan:
+    """What one layer decomposes by, what reads it, and the facts of its mask and scores."""
     order = distinct(sources)
     later = [found for found in sources.outputs if found > layer]
     reason, output = None, None

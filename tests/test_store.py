@@ -339,21 +339,87 @@ def test_the_code_in_format_md_prints_the_pairs_of_the_edge(
     ]
 
 
-def test_every_dataset_and_attribute_is_in_format_md(finished: Path) -> None:
-    described = FORMAT.read_text(encoding="utf-8")
-    for name in content(finished):
+FORMAT_TYPES = {"slot": ("uint8", "uint16", "uint32"), "UTF-8": ("object",)}
+
+
+def described_datasets() -> dict[str, tuple[tuple[str, ...], int]]:
+    """Of the tables in FORMAT.md: dataset -> its types and number of axes."""
+    found: dict[str, tuple[tuple[str, ...], int]] = {}
+    for line in FORMAT.read_text(encoding="utf-8").splitlines():
+        cells = [cell.strip() for cell in re.split(r"(?<!\\)\|", line)]
+        if not line.startswith("| `"):
+            continue
+        _, names, types, content, _ = cells
+        assert content, line
+        kinds = re.findall(r"([\w-]+) \[([^\]]*)\]", types)
+        names = re.findall(r"`([^`]+)`", names)
+        for name, (kind, axes) in zip(names, kinds * (len(names) // len(kinds)), strict=True):
+            found[name] = FORMAT_TYPES.get(kind, (kind,)), len(axes.split(","))
+    return found
+
+
+@pytest.fixture(scope="module")
+def capped(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run of a model with windows and capped scores, through all of its layers."""
+    out = tmp_path_factory.mktemp("capped") / "results"
+    basis = {0: "tokens", **{layer: tiny.sae(layer=layer) for layer in (1, 2)}}
+    texts, options = TEXTS[:3], {"edges": "all", "output": "unembed"}
+    headattr.attribute(tiny.gemma2(), basis, texts, out, **options).close()
+    return out
+
+
+def test_every_dataset_and_attribute_is_in_format_md(finished: Path, capped: Path) -> None:
+    text, described = FORMAT.read_text(encoding="utf-8"), described_datasets()
+    seen: set[str] = set()
+    for name, value in (*content(finished).items(), *content(capped).items()):
         _, path, *attribute = name.split()
         known = re.sub(r"^layer/\d+/?", "", re.sub(r"^source/\d+", "source/S", path))
-        for part in (known.split("/")[-1], *attribute):
-            assert re.search(rf"\b{part}\b", described), name
+        for part in attribute:
+            assert f"`{part}`" in text, name
+        if not attribute and isinstance(value, np.ndarray):
+            types, axes = described[known]
+            assert value.dtype.name in types, name
+            assert value.ndim == axes, name
+            seen.add(known)
+    assert seen == described.keys()
 
 
-def test_scores_and_totals_are_not_rounded_and_pairs_are(finished: Path) -> None:
-    found = content(finished)
-    for name, column in found.items():
-        if name.endswith(("/value",)):
+def test_a_layer_says_its_window_and_its_cap_and_keeps_capped_scores_only_where_there_is_one(
+    finished: Path, capped: Path
+) -> None:
+    with open_store(capped) as store, h5py.File(capped / "shards" / "00000.h5") as shard:
+        for layer, window in enumerate(tiny.WINDOWS["gemma2"]):
+            attrs = shard[f"layer/{layer}"].attrs
+            assert attrs.get("window") == window
+            assert attrs["softcap"] == 2.0
+            plan = store.manifest["layers"][layer]
+            assert (plan["window"], plan["softcap"]) == (window, 2.0)
+            score = shard[f"layer/{layer}/score"][:].astype(np.float64)
+            wanted = 2 * np.tanh(score / 2)
+            assert shard[f"layer/{layer}/score_capped"][:] == pytest.approx(wanted, abs=1e-6)
+    with open_store(finished) as store, h5py.File(finished / "shards" / "00000.h5") as shard:
+        for layer in (0, 1):
+            assert shard[f"layer/{layer}"].attrs.keys().isdisjoint({"window", "softcap"})
+            assert "score_capped" not in shard[f"layer/{layer}"]
+            plan = store.manifest["layers"][layer]
+            assert (plan["window"], plan["softcap"]) == (None, None)
+        row = store.edge(1, Edge(1, 0, 9, 9))
+        assert row.score_capped == row.score
+
+
+EXACT = (
+    *("/score", "/score_capped", "/score_contrast", "/totals", "/pattern", "_totals"),
+    *("_marginals", "_contrasts", "_ablations", "/v_norms", "/o_reads"),
+)
+
+
+def test_scores_and_totals_are_not_rounded_and_pairs_are(finished: Path, capped: Path) -> None:
+    found = (*content(finished).items(), *content(capped).items())
+    assert all(any(name.endswith(end) for name, _ in found) for end in EXACT)
+    for name, column in found:
+        if name.endswith(("/value", "/contrast")):
             assert np.array_equal(round_values(column), column)
-        elif name.endswith(("/score", "/totals", "/pattern", "_marginals", "/o_reads")):
+        elif name.endswith(EXACT):
             assert column.dtype == np.float32
             assert not np.array_equal(round_values(column), column), name
         if getattr(column, "dtype", np.dtype("O")).kind == "f":
@@ -709,8 +775,30 @@ def _set(name: str, row: Any, value: Any) -> Callable[[Any], None]:
 
 
 EDITS = {
-    "totals": (_set("layer/1/qk/totals", (3, 0, 0), 4.0), "totals do not sum to the score"),
-    "score": (_set("layer/1/score", 3, 4.0), "totals do not sum to the score"),
+    "totals": (_set("layer/1/qk/totals", (3, 0, 0), 4.0), "qk/totals does not sum to the score"),
+    "score": (_set("layer/1/score", 3, 4.0), "qk/totals does not sum to the score"),
+    "query contrasts": (
+        _set("layer/1/qk/q_contrast_totals", (3, 0), 4.0),
+        "qk/q_contrast_totals does not sum to the score_contrast",
+    ),
+    "key contrasts": (
+        _set("layer/1/qk/k_contrast_totals", (3, 0), 4.0),
+        "qk/k_contrast_totals does not sum to the score_contrast",
+    ),
+    "elsewhere": (
+        _set("layer/1/qk/k_contrast_totals", (3, 3), 4.0),
+        "qk/k_contrast_totals does not sum to the score_contrast",
+    ),
+    "score contrast": (
+        _set("layer/1/score_contrast", 3, 4.0),
+        "contrast_totals does not sum to the score_contrast",
+    ),
+    "contrast completeness": (
+        _set("layer/1/contrast_completeness", 3, 1e-3),
+        "worst contrast completeness is 1.0e-03",
+    ),
+    "an ablation": (_set("layer/1/qk/q_ablations", (3, 0), np.nan), "non-finite values"),
+    "a contrast": (_set("layer/1/qk/contrast", (3, 0), -np.inf), "non-finite values"),
     "NaN": (_set("layer/1/pattern", 3, np.nan), "pattern has non-finite values"),
     "infinity": (_set("layer/0/ov/o_reads", (3, 0), np.inf), "non-finite values"),
     "masked": (_set("layer/1/key", 4, 5), "masked or beyond"),
@@ -1203,18 +1291,25 @@ def _feature_key(feature: dict[str, Any]) -> tuple[Any, ...]:
     return tuple(feature[key] for key in ("kind", "source", "layer", "id", "label"))
 
 
+NOT_THE_SAME = {
+    *("density", "completeness", "block_completeness", "contrast_completeness", "prompt"),
+}
+"""What a store says otherwise: rounding errors, and what needs a run."""
+
+
 def _assert_close(found: Any, wanted: Any, where: str = "") -> None:
     """Equal but for float32 rounding, the rounding of pairs, and densities, which need a run."""
     if isinstance(wanted, dict):
         assert found.keys() == wanted.keys(), where
-        for key in wanted.keys() - {"density", "completeness", "block_completeness", "prompt"}:
+        for key in wanted.keys() - NOT_THE_SAME:
             _assert_close(found[key], wanted[key], f"{where}.{key}")
     elif isinstance(wanted, list):
         assert len(found) == min(len(wanted), len(found)), where
         for index, (one, other) in enumerate(zip(found, wanted, strict=False)):
             _assert_close(one, other, f"{where}[{index}]")
     elif isinstance(wanted, float):
-        rounding = 2.0**-11 if where.endswith("].value") else 2e-6
+        pair = ".pairs[" in where and where.endswith(("].value", "].contrast"))
+        rounding = 2.0**-11 if pair else 2e-6
         assert found == pytest.approx(wanted, rel=rounding, abs=1e-6), where
     else:
         assert found == wanted, where

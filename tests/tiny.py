@@ -145,6 +145,21 @@ MODELS = {
 }
 
 
+WINDOWS: dict[str, tuple[int | None, ...]] = {
+    "mistral": (WINDOW, WINDOW, WINDOW),
+    "qwen2": (None, None, WINDOW),
+    "qwen3": (None, WINDOW, WINDOW),
+    "gemma2": (WINDOW, None, WINDOW),
+    "gemma3_text": (WINDOW, None, WINDOW),
+}
+"""Of the layers of each family's tiny model, by its configuration; the others have none."""
+
+
+def n_edges(length: int, window: int | None = None) -> int:
+    """How many edges a head has: every query sees the keys up to itself, `window` at most."""
+    return sum(min(q_pos + 1, window or length) for q_pos in range(length))
+
+
 def prompts(*lengths: int, seed: int = 0) -> list[list[int]]:
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(VOCABULARY, (n,), generator=generator).tolist() for n in lengths]

@@ -42,16 +42,19 @@ class Rows(NamedTuple):
     """Ascending within a feature."""
 
 
-class Contrasts(NamedTuple):
-    """The contrasts of some edges of one head."""
+class Sizes(NamedTuple):
+    """Marginals and contrasts of all components of some edges of one head, by slot."""
 
-    total: Float[Tensor, "edge"]
-    """s'_ij - E_A[s'_i.], from the model's own scores."""
-    query: Float[Tensor, "edge slot"]
-    key: Float[Tensor, "edge slot"]
-    query_kinds: Float[Tensor, "edge kind"]
-    key_kinds: Float[Tensor, "edge kind_plus_1"]
+    q_marginals: Float[Tensor, "edge slot"]
+    k_marginals: Float[Tensor, "edge slot"]
+    q_contrasts: Float[Tensor, "edge slot"]
+    k_contrasts: Float[Tensor, "edge slot"]
+    q_kinds: Float[Tensor, "edge kind"]
+    """Contrasts by kind of component."""
+    k_kinds: Float[Tensor, "edge kind_plus_1"]
     """The last is `elsewhere`."""
+    total: Float[Tensor, "edge"]
+    """s'_ij - E_A[s'_i.], from the model's own scores: what each side's contrasts sum to."""
 
 
 def cap_ratio(weights: HeadWeights, scores: Float[Tensor, "*edge"]) -> Float[Tensor, "*edge"]:
@@ -85,7 +88,7 @@ def rows_of(
     )
 
 
-def contrasts(
+def sizes(
     query: Projected,
     key: Projected,
     rows: Rows,
@@ -94,29 +97,30 @@ def contrasts(
     q_pos: Int[Tensor, "edge"],
     k_pos: Int[Tensor, "edge"],
     k_ids: Int[Tensor, "edge slot"],
-) -> Contrasts:
-    """Contrasts of all components of both sides.
+) -> Sizes:
+    """Marginals (scale * Q_i[c] . K_j and scale * Q_i . K_j[d]) and contrasts of both sides.
 
     `capped`: s'_ij of the edges; `k_ids`: the key features by slot, anything beyond the last.
     """
+    K, Q = key.whole[k_pos], scale * query.whole[q_pos]
     ratio = rows.ratio[q_pos, k_pos][:, None]
-    difference = ratio * key.whole[k_pos] - rows.kinds.sum(1)[q_pos]
-    Q = scale * query.whole[q_pos]
-    of_query = scale * einsum(query.exact[q_pos], difference, "edge slot d, edge d -> edge slot")
-    shared = _shared(query, rows, scale, q_pos, k_ids)
-    of_key = ratio * einsum(key.exact[k_pos], Q, "edge slot d, edge d -> edge slot") - shared
+    difference = ratio * K - rows.kinds.sum(1)[q_pos]
+    of_query = scale * query.exact[q_pos] @ torch.stack([K, difference], -1)
+    of_key = einsum(key.exact[k_pos], Q, "edge slot d, edge d -> edge slot")
     inside = torch.arange(of_key.shape[1], device=q_pos.device) < key.counts[k_pos, None]
-    of_key = of_key.masked_fill(~inside, 0)
+    contrast = (ratio * of_key - _shared(query, rows, scale, q_pos, k_ids)).masked_fill(~inside, 0)
     by_kind = ratio[..., None] * key.kinds[k_pos] - rows.kinds[q_pos]
-    key_kinds = einsum(by_kind, Q, "edge kind d, edge d -> edge kind")
-    here = of_key.sum(1)
-    elsewhere = key_kinds[:, 0] - here
-    return Contrasts(
-        capped - rows.mean[q_pos],
-        of_query,
+    k_kinds = einsum(by_kind, Q, "edge kind d, edge d -> edge kind")
+    here = contrast.sum(1)
+    elsewhere = k_kinds[:, 0] - here
+    return Sizes(
+        of_query[..., 0],
         of_key,
+        of_query[..., 1],
+        contrast,
         scale * einsum(query.kinds[q_pos], difference, "edge kind d, edge d -> edge kind"),
-        torch.cat([here[:, None], key_kinds[:, 1:], elsewhere[:, None]], 1),
+        torch.cat([here[:, None], k_kinds[:, 1:], elsewhere[:, None]], 1),
+        capped - rows.mean[q_pos],
     )
 
 

@@ -16,7 +16,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from headattr.attribution.ablation import ablations
-from headattr.attribution.contrast import Rows, contrasts, differences, pair_contrasts
+from headattr.attribution.contrast import Rows, differences, pair_contrasts, sizes
 from headattr.attribution.sides import Projected, at_slots, strongest
 from headattr.kernels.pair_topk.batched import PairTopK, topk_pairs
 from headattr.model.head import HeadWeights
@@ -88,12 +88,12 @@ def qk_edges(
     totals = scale * einsum(
         query.kinds[q_pos], key.kinds[k_pos], "edge q_kind d, edge k_kind d -> edge q_kind k_kind"
     )
-    found = contrasts(query, key, head.rows, scale, capped, q_pos, k_pos, head.k_ids[k_pos])
-    gaps = [found.query_kinds.sum(1) - found.total, found.key_kinds.sum(1) - found.total]
+    found = sizes(query, key, head.rows, scale, capped, q_pos, k_pos, head.k_ids[k_pos])
+    gaps = [found.q_kinds.sum(1) - found.total, found.k_kinds.sum(1) - found.total]
     pairs, pair_contrast = _pairs(head, q_pos, k_pos, topk, rank)
-    q_all = scale * einsum(query.exact[q_pos], key.whole[k_pos], "edge slot d, edge d -> edge slot")
-    k_all = scale * einsum(key.exact[k_pos], query.whole[q_pos], "edge slot d, edge d -> edge slot")
-    q_ranked, k_ranked = (q_all, k_all) if rank == "value" else (found.query, found.key)
+    by_value = rank == "value"
+    q_ranked = found.q_marginals if by_value else found.q_contrasts
+    k_ranked = found.k_marginals if by_value else found.k_contrasts
     q_top = strongest(q_ranked, query.counts[q_pos], top_marginals)
     k_top = strongest(k_ranked, key.counts[k_pos], top_marginals)
     q_ablations, k_ablations = ablations(
@@ -107,17 +107,17 @@ def qk_edges(
         relative(totals[:, 0, 0], size),
         totals,
         relative(torch.stack(gaps).abs().amax(0), size),
-        found.query_kinds,
-        found.key_kinds,
+        found.q_kinds,
+        found.k_kinds,
         pairs,
         pair_contrast,
         q_top,
-        at_slots(q_all, q_top),
-        at_slots(found.query, q_top),
+        at_slots(found.q_marginals, q_top),
+        at_slots(found.q_contrasts, q_top),
         q_ablations,
         k_top,
-        at_slots(k_all, k_top),
-        at_slots(found.key, k_top),
+        at_slots(found.k_marginals, k_top),
+        at_slots(found.k_contrasts, k_top),
         k_ablations,
     )
 

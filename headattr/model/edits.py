@@ -13,6 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from headattr.edges import HeadId
+from headattr.errors import ProofError
 from headattr.model.forward import Enough, first_of, listening, run_model, scale_of
 from headattr.model.head import Side
 from headattr.model.load import LoadedModel
@@ -56,11 +57,15 @@ class Outcome(NamedTuple):
     """What was asked for, of one changed run."""
 
     scores: dict[HeadId, Float[Tensor, "q_pos k_pos"]]
-    """scale * Q . K, edited scores as edited, before any cap; also where the mask forbids."""
+    """By head, `scores[5, 1]` for L5H1: scale * Q . K, edited scores as edited, before any cap;
+    also where the mask forbids."""
     pattern: dict[HeadId, Float[Tensor, "q_pos k_pos"]]
+    """By head: what the values were weighted with, forced rows as forced."""
     resid: dict[int, Float[Tensor, "pos d_model"]]
-    """By site: resid_pre of a layer, with what was added there; n_layers is the last output."""
+    """By site: resid_pre of a layer, with what was added there for all; n_layers is the last
+    output, before the final norm."""
     logits: Float[Tensor, "pos vocab"] | None
+    """The model's own, behind any cap; None if they were not asked for."""
 
 
 @torch.no_grad()
@@ -73,7 +78,10 @@ def run_edited(
     sites: Sequence[int] = (),
     logits: bool = False,
 ) -> list[Outcome]:
-    """One outcome a run, all in one batch of the same prompt."""
+    """One outcome a run, all in one batch of the same prompt; nothing beyond what is read is run.
+
+    Raises ProofError where the model has an attention that headattr cannot enter.
+    """
     ids = tokens.expand(len(runs), -1)
     tap = _EditedRun(runs, frozenset(heads), frozenset(sites))
     modules = model.layers
@@ -86,6 +94,8 @@ def run_edited(
         if len(modules) in sites:
             stack.callback(modules[-1].register_forward_hook(tap.after(len(modules))).remove)
         output = run_model(model, ids, torch.ones_like(ids, dtype=torch.bool), logits=logits)
+    inside = {edit.layer for _, edit in tap.edits if not isinstance(edit, StreamEdit)}
+    tap.check_entered({head.layer for head in heads} | {layer for layer in inside if layer < last})
     found = output.logits if logits else None
     return [
         Outcome(
@@ -115,6 +125,8 @@ class _EditedRun:
         """Where a layer that runs a second time leaves its query, key and value."""
         self.changed: dict[tuple[int, int, Side], Tensor] = {}
         """(run, head, side) of this layer -> that head's vectors, [pos, d_head]."""
+        self.entered: set[int] = set()
+        """The layers whose attention came through here."""
         self.scores: dict[HeadId, Tensor] = {}
         self.pattern: dict[HeadId, Tensor] = {}
         self.resid: dict[int, Tensor] = {}
@@ -122,6 +134,14 @@ class _EditedRun:
     def of(self, layer: int, kind: type) -> list[tuple[int, Any]]:
         """(run, edit) of one layer and kind."""
         return [(r, e) for r, e in self.edits if isinstance(e, kind) and e.layer == layer]
+
+    def check_entered(self, layers: set[int]) -> None:
+        """Raises ProofError if the attention of one of them did not come through here."""
+        for layer in sorted(layers - self.entered):
+            raise ProofError(
+                f"the attention of layer {layer} does not run through transformers' attention "
+                "interface; expected the family's own forward, this model is changed and is refused"
+            )
 
     def before(self, layer: int) -> Any:
         """A hook before a layer: change the stream, and find what single heads read instead."""
@@ -168,7 +188,7 @@ class _EditedRun:
         keys, batch = list(single), len(stream)
         for start in range(0, len(keys), batch):
             some = keys[start : start + batch]
-            read = stream[[run for run, *_ in some] + [0] * (batch - len(some))].clone()
+            read = stream[[run for run, *_ in some] + [0] * (batch - len(some))]
             for row, key in enumerate(some):
                 for edit in single[key]:
                     read[row, edit.pos] += edit.vector
@@ -178,6 +198,7 @@ class _EditedRun:
                 module.forward(*again, **named)
             except Enough:
                 pass
+            self.check_entered({layer})
             found, self.probe = dict(zip(("query", "key", "value"), self.probe, strict=True)), None
             n_heads = found["query"].shape[1]
             for row, (run, head, side) in enumerate(some):
@@ -196,10 +217,11 @@ class _EditedRun:
         **kwargs: Any,
     ) -> Tensor:
         """The module's own attention, with this layer's edits."""
+        layer, scale = module.layer_idx, scale_of(query, kwargs)
+        self.entered.add(layer)
         if self.probe is not None:
             self.probe += [query, key, value]
             raise Enough
-        layer, scale = module.layer_idx, scale_of(query, kwargs)
         if self.changed:
             group = query.shape[1] // key.shape[1]
             query = query.clone()
@@ -219,7 +241,8 @@ class _EditedRun:
             output[run, edit.q_pos, edit.head] = edit.weights @ values
         for head in self.heads:
             if head.layer == layer:
-                self.scores[head], self.pattern[head] = scores[head.head], pattern[:, head.head]
+                self.scores[head] = scores[head.head]
+                self.pattern[head] = pattern[:, head.head].clone()  # not to keep all other heads
         if layer == self.last:
             raise Enough
         return output

@@ -25,7 +25,7 @@ def from_files(name: str, tokenizer: Any | None, dtype: torch.dtype) -> tuple[An
 
     Raises HeadattrError, naming the file or the tensor, for whatever is missing or broken.
     """
-    folder, gguf = _locate(name)
+    folder, gguf = locate(name)
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, logging
 
     logging.disable_progress_bar()
@@ -91,7 +91,7 @@ def _may_have_tokenizer(folder: str) -> bool:
     return not path.is_dir() or any(any(path.glob(pattern)) for pattern in patterns)
 
 
-def _locate(name: str) -> tuple[str, str | None]:
+def locate(name: str) -> tuple[str, str | None]:
     """Folder or hub id, and the GGUF file in it if that is what was named."""
     if name == "demo":
         return str(embedded_folder() / "demo" / "model"), None

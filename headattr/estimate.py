@@ -1,0 +1,307 @@
+"""What a run would take - edges, bytes, memory, time - before anything heavy.
+
+Reads configurations and tokenizer, no weights. Edges are counted exactly for `all` and `file:`, and
+are an upper bound where the pattern decides. Time is that of the same code on random numbers of the
+run's sizes, on this machine, now.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headattr.basis.component import SourceInfo
+from headattr.basis.formats.saelens import read_config
+from headattr.basis.load import Sources
+from headattr.basis.sae import check_fit
+from headattr.basis.unembed import N_PREDICTED
+from headattr.config import RunConfig, SourceSpec
+from headattr.edges import (
+    TOP_MARGINALS,
+    EdgeRule,
+    listed_edges,
+    parse_edge_rule,
+    token_filter,
+)
+from headattr.inputs import inputs_of
+from headattr.model.load import DTYPES, LoadedModel
+from headattr.model.outline import outline_model
+from headattr.model.tokens import Prompt, decide_bos, tokenize
+from headattr.plan import plan_heads, plan_layer
+from headattr.stopwatch import Sizes, forward_seconds, layer_seconds
+from headattr.store.columns import OV, Column, edge_columns
+from headattr.store.format import slot_type
+from headattr.store.writer import LayerPlan
+
+_GUESSED_L0 = 64
+_PROCESS = 700e6
+"""Bytes of Python with torch, transformers and sae_lens."""
+_STORED = {"scalar": 0.87, "array": 0.89, "rounded": 0.5, "q": 0.62, "k": 0.62, "o": 0.62}
+"""Bytes on disk of a byte of each kind of column, as measured on SmolLM2."""
+_WRITTEN = 25e6
+"""Bytes a second that are compressed and written."""
+_START = 15.0
+"""Seconds of imports, loading and the proof of a small model."""
+
+
+class _Source(NamedTuple):
+    """What a plan asks of a basis or an output, and how many features it has at once."""
+
+    layer: int
+    about: SourceInfo
+    l0: int
+    width: int
+
+
+def estimate_run(config: RunConfig) -> dict[str, Any]:
+    """{"prompts", "tokens", "set_aside", "heads", "edges", "edges_are" ("exact" or "at most"),
+    "bytes", "bytes_per_edge", "memory": {"model", "dictionaries", "work", "results", "peak"},
+    "seconds": {"start", "forward", "attribution", "writing", "total"}, "assumed"}.
+
+    Bytes and seconds are those of `edges`; raises what the run itself would raise of its inputs.
+    """
+    inputs = inputs_of(config)
+    model = outline_model(config.model, config.dtype)
+    assumed: list[str] = []
+    bases = {spec.layer: _source(model, spec, assumed) for spec in inputs.basis}
+    outputs = [_source(model, spec, assumed) for spec in inputs.output]
+    sources = Sources(bases, {s.layer + (s.about.kind == "unembed"): s for s in outputs})
+    heads, _ = plan_heads(config, model, sources)
+    layers = sorted({head.layer for head in heads})
+    plans = [plan_layer(config, model, layer, heads, sources) for layer in layers]
+    declared = {s.about.name: s.about.prepend_bos for s in (*bases.values(), *outputs)}
+    bos = decide_bos(
+        model.tokenizer, config.bos, {n: b for n, b in declared.items() if b is not None}
+    )
+    prompts, aside = tokenize(model, inputs.texts.prompts, bos, truncate=config.truncate)
+    rule = parse_edge_rule(config.edges)
+    edges = _count_edges(config, rule, plans, prompts, heads)
+    order = [*bases.values(), *(s for s in outputs if s not in bases.values())]
+    per_edge = [_edge_bytes(config, plan, order) for plan in plans]
+    total = sum(edges)
+    stored = sum(e * b for e, (b, _) in zip(edges, per_edge, strict=True))
+    tokens = sum(len(prompt.tokens) for prompt in prompts)
+    stored += tokens * sum(8 * 0.6 * s.l0 + 12 for s in order)
+    stored += tokens * sum(4 * len(plan.heads) + 6 for plan in plans)
+    seconds = _seconds(config, model, plans, order, prompts, edges, stored)
+    return {
+        "prompts": len(prompts),
+        "tokens": tokens,
+        "set_aside": len(aside) + len(inputs.texts.set_aside),
+        "heads": sum(len(plan.heads) for plan in plans),
+        "edges": total,
+        "edges_are": "exact" if rule.kind in ("all", "file") else "at most",
+        "bytes": round(stored),
+        "bytes_per_edge": round(stored / total) if total else 0,
+        "memory": _memory(config, model, plans, order, prompts, edges, per_edge),
+        "seconds": seconds,
+        "assumed": assumed,
+    }
+
+
+def _source(model: LoadedModel, spec: SourceSpec, assumed: list[str]) -> _Source:
+    """From a configuration alone; what it does not say is assumed aloud."""
+
+    def about(kind: str, layer: int, n: int, name: str, bos: bool | None = None) -> SourceInfo:
+        return SourceInfo(kind, layer, name, None, n, "", "", (), bos, None)
+
+    vocabulary = model.vocabulary
+    if spec.kind == "tokens":
+        return _Source(0, about("tokens", 0, vocabulary, "tokens"), 1, vocabulary)
+    if spec.kind == "unembed":
+        layer = len(model.layers)
+        found = about("unembed", layer, vocabulary, "unembed")
+        return _Source(layer, found, N_PREDICTED + 1, vocabulary)
+    sae = read_config(spec.target)
+    check_fit(sae, spec.layer, model.d_model, str(spec.target))
+    width, l0 = sae.fields["d_sae"], sae.fields.get("k") or sae.fields.get("max_iterations")
+    name = spec.target.name
+    if l0 is None:
+        l0 = min(_GUESSED_L0, width)
+        assumed.append(f"{name}: {l0} active features a position (its configuration does not say)")
+    return _Source(spec.layer, about("sae", spec.layer, width, name, sae.prepend_bos), l0, width)
+
+
+def _count_edges(
+    config: RunConfig,
+    rule: EdgeRule,
+    plans: Sequence[LayerPlan],
+    prompts: Sequence[Prompt],
+    heads: Sequence[Any],
+) -> list[int]:
+    """Edges of each layer, at most where the pattern decides."""
+    if rule.kind == "file":
+        lengths = {prompt.id: len(prompt.tokens) for prompt in prompts}
+        windows = {plan.layer: plan.window for plan in plans}
+        listed = listed_edges(Path(rule.path), lengths, heads, windows)
+        return [
+            sum(len(edges) for (_, head), edges in listed.items() if head.layer == plan.layer)
+            for plan in plans
+        ]
+    by_window = {
+        window: sum(_edges_of(config, rule, prompt, window) for prompt in prompts)
+        for window in {plan.window for plan in plans}
+    }
+    return [len(plan.heads) * by_window[plan.window] for plan in plans]
+
+
+def _edges_of(config: RunConfig, rule: EdgeRule, prompt: Prompt, window: int | None) -> int:
+    """Edges of one head of one prompt."""
+    length = len(prompt.tokens)
+    q_allowed = token_filter(config.q_token, prompt.token_texts)
+    k_allowed = token_filter(config.k_token, prompt.token_texts)
+    last = np.arange(length)
+    first = np.zeros(length, int) if window is None else np.maximum(0, last - window + 1)
+    if rule.kind == "top" and not config.keep_sinks and length > 1:
+        k_allowed = k_allowed & (last > 0)
+    until: NDArray[np.int64] = np.concatenate([[0], np.cumsum(k_allowed)])
+    seen = until[last + 1] - until[first]
+    if rule.kind == "top":
+        seen = np.minimum(seen, rule.m)
+    elif rule.kind == "threshold" and rule.threshold > 0:
+        seen = np.minimum(seen, int(1 / rule.threshold))
+    return int(seen[q_allowed].sum())
+
+
+def _edge_bytes(
+    config: RunConfig, plan: LayerPlan, order: Sequence[_Source]
+) -> tuple[float, float]:
+    """Bytes of an edge of a layer on disk, and in memory before it is written."""
+    kinds = 3
+    numbers = {
+        "totals": kinds * kinds,
+        "q_contrast_totals": kinds,
+        "k_contrast_totals": kinds + 1,
+        "o_totals": TOP_MARGINALS * kinds,
+    }
+    pairs = {"values", "pair_contrasts", "q_slots", "k_slots", "v_slots", "o_slots"}
+    basis = order[plan.basis]
+    filled = {
+        "qk": min(1.0, basis.l0**2 / config.topk),
+        "ov": 0.0 if plan.output is None else min(1.0, basis.l0 * order[plan.output].l0 / 32),
+    }
+
+    def table(columns: dict[str, Column], part: str) -> tuple[float, float]:
+        disk = memory = 0.0
+        for name, column in columns.items():
+            scalar = column.kind == "scalar"
+            count = numbers.get(
+                name, config.topk if name in pairs else 1 if scalar else TOP_MARGINALS
+            )
+            source = plan.output if column.kind == "o" and plan.output is not None else plan.basis
+            size = slot_type(order[source].l0).itemsize if column.kind in ("q", "k", "o") else 4
+            used = 1.0 if name in numbers or scalar else filled[part]
+            disk += count * size * _STORED[column.kind] * used
+            memory += count * (8 if column.kind in ("q", "k", "o") else 4)
+        return disk, memory
+
+    disk, memory = table(edge_columns(capped=plan.softcap is not None), "qk")
+    if plan.output is not None:
+        more = table(OV, "ov")
+        disk, memory = disk + more[0], memory + more[1]
+    return disk + 4, memory
+
+
+def _memory(
+    config: RunConfig,
+    model: LoadedModel,
+    plans: Sequence[LayerPlan],
+    order: Sequence[_Source],
+    prompts: Sequence[Prompt],
+    edges: Sequence[int],
+    per_edge: Sequence[tuple[float, float]],
+) -> dict[str, int]:
+    """Bytes: weights, dictionaries, a batch and the layer at work, the results of a shard."""
+    size = DTYPES[config.dtype].itemsize
+    longest = max((len(prompt.tokens) for prompt in prompts), default=0)
+    weights = size * sum(p.numel() for p in model.hf.parameters())
+    dictionaries = (
+        size
+        * model.d_model
+        * sum(
+            2 * s.width if s.about.kind == "sae" else s.width * (s.about.kind == "unembed")
+            for s in order
+        )
+    )
+    heads = model.family.head_weights(model.hf, plans[0].layer)
+    d_head, kv = heads.W_Q.shape[-1], len(heads.W_K)
+    kept = longest * (4 * model.d_model + (model.n_heads + 2 * kv) * d_head)
+    captured = size * config.batch_size * len(plans) * kept
+    eager = 3 * 4 * config.batch_size * model.n_heads * longest**2
+    slots = max((order[plan.basis].l0 for plan in plans), default=1)
+    used = min(longest * slots, max(order[plan.basis].width for plan in plans))
+    layer = 8 * (used * model.d_model + longest * slots * d_head * (3 + kv) + 8 * longest**2)
+    layer += 8 * 12 * (1 << 21) + size * model.n_heads * longest**2
+    work = captured + max(eager, layer)
+    in_memory = sum(e * b for e, (_, b) in zip(edges, per_edge, strict=True))
+    shard = min(1.0, config.prompts_per_shard / max(1, len(prompts)))
+    results = 2 * in_memory * shard
+    parts = {"model": weights, "dictionaries": dictionaries, "work": work, "results": results}
+    whole = {name: round(value) for name, value in parts.items()}
+    return {**whole, "peak": round(_PROCESS) + sum(whole.values())}
+
+
+def _seconds(
+    config: RunConfig,
+    model: LoadedModel,
+    plans: Sequence[LayerPlan],
+    order: Sequence[_Source],
+    prompts: Sequence[Prompt],
+    edges: Sequence[int],
+    stored: float,
+) -> dict[str, float]:
+    """Wall time on this machine as it is now."""
+    lengths = sorted(len(prompt.tokens) for prompt in prompts) or [1]
+    dtype = DTYPES[config.dtype]
+    last = max(max(plan.layer + 1, *(s.layer for s in order)) for plan in plans)
+    blocks = sum(p.numel() for layer in model.layers[:last] for p in layer.parameters())
+    attribution = 0.0
+    for plan, count in zip(plans, edges, strict=True):
+        outline = model.family.head_weights(model.hf, plan.layer)
+        basis, output = order[plan.basis], None if plan.output is None else order[plan.output]
+        sizes = Sizes(
+            model.d_model,
+            outline.W_Q.shape[-1],
+            lengths[len(lengths) // 2],
+            (basis.l0, basis.width),
+            None if output is None else (output.l0, output.width),
+        )
+        cost = layer_seconds(sizes, config.topk, config.rank, dtype)
+        attribution += len(prompts) * (cost.prompt + len(plan.heads) * cost.head)
+        attribution += count * cost.edge
+    parts = {
+        "start": _START,
+        "forward": forward_seconds(blocks, sum(lengths), dtype),
+        "attribution": attribution,
+        "writing": stored / _WRITTEN,
+    }
+    parts["total"] = sum(parts.values())
+    return {name: round(value, 1) for name, value in parts.items()}
+
+
+def render_estimate(answer: dict[str, Any]) -> str:
+    """The estimate as text for a terminal."""
+    memory, seconds = answer["memory"], answer["seconds"]
+    at_most = "" if answer["edges_are"] == "exact" else "at most "
+    parts = ", ".join(f"{k} {_bytes(v)}" for k, v in memory.items() if k != "peak")
+    times = ", ".join(f"{k} {v:.0f}" for k, v in seconds.items() if k != "total")
+    lines = [
+        f"{at_most}{answer['edges']:,} edges: {answer['prompts']} prompts of {answer['tokens']:,} "
+        f"tokens in all, {answer['heads']} heads",
+        f"  store: {at_most}{_bytes(answer['bytes'])} ({answer['bytes_per_edge']} bytes an edge)",
+        f"  memory at its peak: about {_bytes(memory['peak'])} ({parts}, and the process)",
+        f"  time: about {seconds['total']:.0f} s on this machine as busy as it is now ({times})",
+    ]
+    if answer["set_aside"]:
+        lines.append(f"  {answer['set_aside']} prompts will be set aside")
+    return "\n".join([*lines, *(f"  assumed: {line}" for line in answer["assumed"])])
+
+
+def _bytes(value: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if value < 1000:
+            return f"{value:.0f} {unit}" if unit in ("B", "kB", "MB") else f"{value:.1f} {unit}"
+        value /= 1000
+    return f"{value:.1f} TB"
