@@ -40,7 +40,8 @@ def explain_edge(
     for an edge that cannot exist.
     """
     options = {"heads": str(parse_head(head)), **options}
-    run = make_run(*inputs_from_memory(model, basis, output, [text], "", tokenizer, options))
+    inputs = inputs_from_memory(model, basis, output, [text], "", tokenizer, options)
+    run = make_run(*inputs, every_layer=False)
     if not run.prompts:
         raise UsageError(f"the text cannot run: {run.manifest['set_aside'][0]['reason']}")
     prompt, layer_plan = run.prompts[0], run.plans[0]

@@ -36,8 +36,11 @@ class Run:
         return distinct(self.sources)
 
 
-def make_run(config: RunConfig, inputs: Inputs) -> Run:
-    """Step 1. Raises HeadattrError, before any work, for whatever does not fit."""
+def make_run(config: RunConfig, inputs: Inputs, *, every_layer: bool = True) -> Run:
+    """Step 1. Raises HeadattrError, before any work, for whatever does not fit.
+
+    The adapter is proven on every layer, or only on those that are attributed.
+    """
     rule = parse_edge_rule(config.edges)
     for text in (config.q_token, config.k_token):
         token_filter(text, ())
@@ -55,7 +58,7 @@ def make_run(config: RunConfig, inputs: Inputs) -> Run:
     for layer_plan in plans:
         if layer_plan.output is not None:
             distinct(sources)[layer_plan.output].check_read(config.read)
-    proof = prove(model)
+    proof = prove(model, None if every_layer else [layer_plan.layer for layer_plan in plans])
     declared = {
         f"{s.about.name} of layer {s.about.layer}": s.about.prepend_bos
         for s in distinct(sources)

@@ -113,12 +113,13 @@ def test_query_edge_has_the_documented_keys(place: Path, say: Any) -> None:
     assert (code, err) == (0, "")
     assert answer.keys() >= {
         *("prompt", "layer", "head", "q_pos", "k_pos", "q_token", "k_token", "score"),
-        *("position_bias", "score_capped", "pattern", "flagged", "qk", "ov", "ov_reason"),
+        *("position_bias", "score_capped", "cap_ratio", "score_contrast", "pattern", "flagged"),
+        *("qk", "ov", "ov_reason"),
     }
     qk = answer["qk"]
     assert qk.keys() >= {
         *("pairs", "totals", "completeness", "feature_share"),
-        *("q_features", "k_features", "elsewhere"),
+        *("q_features", "k_features", "elsewhere", "contrast_totals", "contrast_completeness"),
     }
     for pair in qk["pairs"]:
         assert pair.keys() >= {"q_feature", "k_feature", "value", "contrast"}
@@ -130,8 +131,17 @@ def test_query_edge_has_the_documented_keys(place: Path, say: Any) -> None:
     assert qk["totals"].keys() == {"feature", "bias", "error"}
     total = sum(sum(row.values()) for row in qk["totals"].values())
     assert total == pytest.approx(answer["score"] - answer["position_bias"], abs=1e-4)
-    assert qk["elsewhere"] is None
-    assert answer["score_capped"] == answer["score"]
+    contrasts = qk["contrast_totals"]
+    assert contrasts.keys() == {"query", "key"}
+    assert contrasts["query"].keys() == qk["totals"].keys()
+    assert list(contrasts["key"]) == [*qk["totals"], "elsewhere"]
+    for side in contrasts.values():
+        assert sum(side.values()) == pytest.approx(answer["score_contrast"], abs=1e-4)
+    assert qk["elsewhere"] == contrasts["key"]["elsewhere"] != 0
+    assert 0 < qk["contrast_completeness"] <= 1e-5
+    for feature in (*qk["q_features"], *qk["k_features"], *qk["pairs"]):
+        assert type(feature["contrast"]) is float
+    assert (answer["score_capped"], answer["cap_ratio"]) == (answer["score"], 1.0)
     (ov,) = answer["ov"]
     assert ov.keys() >= {
         *("output", "read", "pairs", "completeness", "block_completeness"),
@@ -159,8 +169,13 @@ def test_check_has_the_documented_keys(place: Path, say: Any) -> None:
     code, out, err = say(["check", str(place / "store"), "--json"])
     answer = strict(out)
     assert (code, err, answer["ok"], answer["problems"]) == (0, "", True, [])
-    assert answer.keys() >= {"shards", "edges", "completeness", "ov", "pattern_error", "set_aside"}
+    assert answer.keys() >= {
+        *("shards", "edges", "completeness", "contrast_completeness", "ov", "pattern_error"),
+        "set_aside",
+    }
     assert answer["completeness"].keys() >= {"worst", "median"}
+    contrasts = answer["contrast_completeness"]
+    assert 0 < contrasts["median"] <= contrasts["worst"] <= 1e-5
     assert answer["ov"].keys() >= {"completeness", "block_completeness"}
     assert answer["ov"]["completeness"].keys() >= {"worst", "median"}
     assert answer["ov"]["block_completeness"]["worst"] <= 1e-5
@@ -173,10 +188,10 @@ def test_models_has_the_documented_keys(say: Any) -> None:
     code, out, _ = say(["models", "--json"])
     table = strict(out)
     assert code == 0
-    assert {row["family"] for row in table} >= {"gpt2", "llama"}
+    assert {row["family"] for row in table} == tiny.MODELS.keys()
     for row in table:
         assert row.keys() >= {"family", "special", "proven_error", "since"}
-        assert row["proven_error"] is None or 0 < row["proven_error"] <= 1e-5
+        assert 0 < row["proven_error"] <= 1e-5
     assert "llama" in say(["models"])[1]
 
 
@@ -208,7 +223,8 @@ def test_run_says_what_was_done_and_assumed(place: Path, tmp_path: Path, say: An
     answer = strict(out)
     assert code == 0
     assert answer.keys() >= {
-        *("out", "prompts", "edges", "set_aside", "completeness", "ov", "pattern_error"),
+        *("out", "prompts", "edges", "set_aside", "completeness", "contrast_completeness"),
+        *("ov", "pattern_error"),
         *("problems", "model_notes", "bos", "sources", "layers_without_basis", "seconds"),
     }
     assert (answer["prompts"], answer["set_aside"], answer["problems"]) == (4, [], [])
@@ -310,6 +326,7 @@ BAD: dict[str, tuple[Callable[[Path], list[str]], int, str]] = {
     "topk in words": (lambda p: arguments(p, topk="many"), 2, "--topk"),
     "dtype": (lambda p: arguments(p, dtype="bfloat16"), 2, "float32"),
     "bos": (lambda p: arguments(p, bos="maybe"), 2, "auto"),
+    "rank": (lambda p: arguments(p, rank="marginal"), 2, "contrast"),
     "device": (lambda p: arguments(p, device="abacus"), 2, "abacus"),
     "an unknown flag": (lambda p: [*arguments(p), "--depth", "3"], 2, "--depth"),
     "nothing": (lambda p: ["run"], 2, "--model"),

@@ -101,7 +101,8 @@ def test_a_short_prompt_of_a_batch_keeps_its_six_edges(family: str, tmp_path: Pa
             (0, 0), (1, 0), (1, 1), (2, 0), (2, 1), (2, 2),
         ]  # fmt: skip
         assert found["score"] == pytest.approx(wanted["score"], abs=1e-5)
-        assert len(batch.edges(1, head)["score"]) == 66
+        window = tiny.WINDOWS.get(family, (None, None))[1]
+        assert len(batch.edges(1, head)["score"]) == tiny.n_edges(11, window)
 
 
 @pytest.mark.parametrize("mask", ["10111", "01101", "00000"])
@@ -291,14 +292,18 @@ def test_a_batch_beyond_the_original_context_equals_fresh_single_runs(
 # ---- backends and dtypes ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", tiny.MODELS)
-@pytest.mark.parametrize("backend", ["sdpa", "eager"])
+@pytest.mark.parametrize(
+    ("family", "backend"),
+    # SDPA cannot cap scores: transformers gives Gemma 2 its eager attention
+    [(f, b) for f in tiny.MODELS for b in ("sdpa", "eager") if (f, b) != ("gemma2", "sdpa")],
+)
 def test_a_model_of_any_backend_is_attributed_as_eager_and_keeps_its_backend(
     family: str, backend: str, tmp_path: Path
 ) -> None:
-    """V11: 15 edges a head of 5 tokens, exactly 0 above the diagonal."""
+    """V11: 15 edges a head of 5 tokens, 14 in a window of 4; exactly 0 where the mask forbids."""
     hf = tiny.MODELS[family]()
-    assert hf.config._attn_implementation == "sdpa"
+    windows = tiny.WINDOWS.get(family, (None, None, None))
+    assert hf.config._attn_implementation == ("eager" if family == "gemma2" else "sdpa")
     hf.set_attn_implementation(backend)
     tokens = tiny.prompts(5)[0]
     store = headattr.attribute(hf, {1: tiny.sae()}, [tokens], tmp_path / "out", edges="all")
@@ -310,10 +315,12 @@ def test_a_model_of_any_backend_is_attributed_as_eager_and_keeps_its_backend(
     for layer in range(3):
         kept = prompt.layers[layer].pattern
         assert (kept.triu(1) == 0).all()
+        if windows[layer] is not None:
+            assert (kept.tril(-windows[layer]) == 0).all()
         torch.testing.assert_close(kept, own[layer][0], atol=1e-5, rtol=1e-5)
     for head in store.heads:
         found = store.edges(0, head)
-        assert len(found["pattern"]) == 15
+        assert len(found["pattern"]) == (15 if windows[1] is None else 14)
         wanted = own[1][0, head.head][found["q_pos"], found["k_pos"]]
         assert found["pattern"] == pytest.approx(wanted.numpy(), abs=1e-5)
 
@@ -419,45 +426,87 @@ def test_a_float32_folder_has_nothing_to_say(tmp_path: Path) -> None:
     )
 
 
-GPT2_VARIANTS: list[dict[str, Any]] = [
-    {"scale_attn_weights": False, "scale_attn_by_inverse_layer_idx": False},
-    {"reorder_and_upcast_attn": True},
-    {"layer_norm_epsilon": 0.1, "activation_function": "relu"},
-    {"n_head": 1},
-    {"n_positions": 1},
-    {"tie_word_embeddings": False},
-]
-LLAMA_VARIANTS: list[dict[str, Any]] = [
+GROUPED: list[dict[str, Any]] = [
     {"num_key_value_heads": 1},
     {"num_key_value_heads": 4},
-    {"attention_bias": False},
-    {"mlp_bias": True, "rms_norm_eps": 0.1},
-    {"head_dim": 2},
-    {"head_dim": 32},
+    {"rms_norm_eps": 0.1},
     {"num_hidden_layers": 1},
     {"tie_word_embeddings": True},
 ]
+"""Settings of all families with Llama's parts."""
+WIDTHS: list[dict[str, Any]] = [{"head_dim": 2}, {"head_dim": 32}]
+BIASES: list[dict[str, Any]] = [{"attention_bias": True}, {"attention_bias": False}]
+VARIANTS: dict[str, list[dict[str, Any]]] = {
+    "gpt2": [
+        {"scale_attn_weights": False, "scale_attn_by_inverse_layer_idx": False},
+        {"reorder_and_upcast_attn": True},
+        {"layer_norm_epsilon": 0.1, "activation_function": "relu"},
+        {"n_head": 1},
+        {"n_positions": 1},
+        {"tie_word_embeddings": False},
+    ],
+    "llama": [*GROUPED, *WIDTHS, *BIASES, {"mlp_bias": True}],
+    "gpt_neox": [
+        *BIASES,
+        {"use_parallel_residual": True},
+        {"use_parallel_residual": False},
+        {"layer_norm_eps": 0.1},
+        {"num_attention_heads": 1},
+        {"tie_word_embeddings": True},
+        *({"num_attention_heads": 2, "rotary_pct": part} for part in (0.25, 0.5, 1.0)),
+    ],
+    "mistral": [*GROUPED, *WIDTHS, {"sliding_window": None}, {"sliding_window": 1}],
+    "qwen2": [
+        *GROUPED,
+        {"use_sliding_window": False},
+        {"max_window_layers": 0},
+        {"max_window_layers": 3},
+        {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    ],
+    "qwen3": [*GROUPED, *WIDTHS, *BIASES, {"use_sliding_window": False}, {"sliding_window": 1}],
+    "gemma2": [
+        *GROUPED,
+        *WIDTHS,
+        *BIASES,
+        {"attn_logit_softcapping": None},
+        {"attn_logit_softcapping": 0.7},
+        {"query_pre_attn_scalar": 256},
+        {"query_pre_attn_scalar": 1},
+        {"layer_types": ["full_attention", "sliding_attention", "sliding_attention"]},
+    ],
+    "gemma3_text": [
+        *GROUPED,
+        *WIDTHS,
+        *BIASES,
+        {"attn_logit_softcapping": 0.7},
+        {"query_pre_attn_scalar": 256},
+        {"sliding_window_pattern": 6},
+        {"sliding_window_pattern": 1},
+    ],
+}
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize(
-    ("family", "changes"),
-    [("gpt2", c) for c in GPT2_VARIANTS] + [("llama", c) for c in LLAMA_VARIANTS],
+    ("family", "changes"), [(f, changes) for f in tiny.MODELS for changes in VARIANTS[f]]
 )
-def test_every_setting_of_a_family_is_proven(
-    family: str, changes: dict[str, Any], dtype: str
-) -> None:
-    model = load_model(tiny.MODELS[family](**changes), dtype=dtype)  # pyright: ignore
-    assert prove(model).worst <= (1e-9 if dtype == "float64" else 1e-5)
+def test_every_setting_of_a_family_is_proven(family: str, changes: dict[str, Any]) -> None:
+    for dtype, tolerance in (("float32", 1e-5), ("float64", 1e-9)):
+        model = load_model(tiny.MODELS[family](**changes), dtype=dtype)  # pyright: ignore
+        assert prove(model).worst <= tolerance
+
+
+UNCAPPED = {"gemma2": {"final_logit_softcapping": None}}
+"""Gemma 2 caps its logits by default."""
 
 
 @pytest.mark.parametrize("family", tiny.MODELS)
 @pytest.mark.parametrize("tied", [True, False])
 def test_the_unembedding_gives_the_models_own_logits(family: str, tied: bool) -> None:
-    hf = tiny.MODELS[family](tie_word_embeddings=tied)
+    hf = tiny.MODELS[family](tie_word_embeddings=tied, **UNCAPPED.get(family, {}))
     model = load_model(hf, dtype="float64")
     W_E, W_U = model.family.embedding(model.hf).W_E, model.family.unembedding(model.hf).W_U
-    assert torch.equal(W_E, W_U) == tied
+    multiplied = W_U * (24**0.5 if family in ("gemma2", "gemma3_text") else 1)
+    assert torch.allclose(W_E, multiplied, rtol=1e-6) == tied
     tokens = tiny.prompts(8)[0]
     prompt = capture(model, *pad([tokens]), layers=[], sites=[3])[0]
     assert isinstance(prompt, PromptCapture)
@@ -473,6 +522,35 @@ def test_the_unembedding_gives_the_models_own_logits(family: str, tied: bool) ->
         assert int(logits[pos].argmax()) in ids
 
 
+@pytest.mark.parametrize("family", ["gemma2", "gemma3_text"])
+@pytest.mark.parametrize("cap", [0.5, 30.0])
+def test_the_activation_of_a_token_is_its_logit_before_the_final_cap(
+    family: str, cap: float, tmp_path: Path
+) -> None:
+    """The cap is no part of the sum: reads and activations are those of the same model without."""
+    capped, plain = (tiny.MODELS[family](final_logit_softcapping=value) for value in (cap, None))
+    tokens = tiny.prompts(8)[0]
+    with torch.no_grad():
+        logits, before = (hf(input_ids=torch.tensor([tokens])).logits[0] for hf in (capped, plain))
+    assert (logits - before).abs().max() > 1e-3
+    torch.testing.assert_close(logits, cap * torch.tanh(before / cap), atol=1e-5, rtol=1e-5)
+    stores = [
+        headattr.attribute(
+            hf, {1: tiny.sae()}, [tokens], tmp_path / name, output="unembed", edges="all"
+        )
+        for hf, name in ((capped, "capped"), (plain, "plain"))
+    ]
+    rows = [store.edge(0, Edge(1, 0, 6, 5)) for store in stores]
+    for row in rows:
+        found = dict(zip(row.o_active.features.tolist(), row.o_active.acts, strict=True))
+        assert tokens[7] in found
+        wanted = before[6][list(found)].tolist()
+        assert list(found.values()) == pytest.approx(wanted, abs=1e-4, rel=1e-5)
+        # the strongest tokens are the same: a cap does not change their order
+        assert set(before[6].topk(16).indices.tolist()) <= found.keys()
+    assert rows[0].ov.o_reads == pytest.approx(rows[1].ov.o_reads, abs=1e-6)
+
+
 # ---- refusals ---------------------------------------------------------------------------------
 
 
@@ -481,20 +559,51 @@ class Renamed(transformers.LlamaForCausalLM):
 
 
 def _other(name: str) -> Any:
-    small = {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    small = {
+        **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), 0),
+        **dict.fromkeys(("num_hidden_layers", "num_attention_heads"), 2),
+        "vocab_size": 50,
+        "hidden_size": 16,
+        "intermediate_size": 32,
+    }
     config = getattr(transformers, f"{name.split('For')[0].removesuffix('LMHeadModel')}Config")
-    return getattr(transformers, name)(config(**small, intermediate_size=32))
+    if name.startswith("GPTJ"):
+        small |= {"rotary_dim": 4}
+    return getattr(transformers, name)(config(**small))
+
+
+def _multimodal() -> Any:
+    """Gemma 3 with eyes: its text part is another class, which headattr does not look into."""
+    config = transformers.Gemma3Config(
+        text_config=tiny.gemma3().config.to_dict(),
+        vision_config={
+            **dict.fromkeys(("hidden_size", "intermediate_size", "image_size"), 8),
+            **dict.fromkeys(("num_hidden_layers", "num_attention_heads"), 1),
+            "patch_size": 4,
+        },
+        mm_tokens_per_image=1,
+    )
+    return transformers.Gemma3ForConditionalGeneration(config)
 
 
 @pytest.mark.parametrize(
     ("build", "named"),
     [
-        (lambda: _other("GPTNeoXForCausalLM"), "GPTNeoXForCausalLM.*'gpt_neox'"),
-        (lambda: _other("MistralForCausalLM"), "MistralForCausalLM.*'mistral'"),
+        (lambda: _other("GPTJForCausalLM"), "GPTJForCausalLM.*'gptj'"),
+        (lambda: _other("CohereForCausalLM"), "CohereForCausalLM.*'cohere'"),
+        (lambda: _other("Olmo2ForCausalLM"), "Olmo2ForCausalLM.*'olmo2'"),
+        (lambda: _other("MixtralForCausalLM"), "MixtralForCausalLM.*'mixtral'"),
+        (lambda: _other("GemmaForCausalLM"), "GemmaForCausalLM.*'gemma'"),
         (lambda: _other("BertForMaskedLM"), "BertForMaskedLM.*'bert'"),
         (lambda: _other("BertLMHeadModel"), "BertLMHeadModel.*'bert'"),
         (lambda: _other("LlamaForSequenceClassification"), "LlamaForSequenceClassification"),
+        (lambda: _other("GPTNeoXForSequenceClassification"), "GPTNeoXForSequenceClassification"),
+        (lambda: _other("Gemma2ForSequenceClassification"), "Gemma2ForSequenceClassification"),
+        (lambda: _other("Qwen3ForTokenClassification"), "Qwen3ForTokenClassification"),
+        (_multimodal, "Gemma3ForConditionalGeneration.*'gemma3'"),
         (lambda: tiny.llama().model, "LlamaModel"),
+        (lambda: tiny.gemma3().model, "Gemma3TextModel"),
+        (lambda: tiny.neox().gpt_neox, "GPTNeoXModel"),
         (lambda: tiny.gpt2().transformer, "GPT2Model"),
         (lambda: Renamed(tiny.llama().config), "Renamed"),
         (lambda: torch.compile(tiny.gpt2()), "OptimizedModule"),
@@ -909,6 +1018,17 @@ def test_one_changed_weight_changes_the_hash(family: str) -> None:
         ("gpt2", {"activation_function": "relu"}),
         ("llama", {"rope_parameters": THETA}),
         ("llama", {"rms_norm_eps": 1e-3}),
+        ("gpt_neox", {"use_parallel_residual": False}),
+        ("gpt_neox", {"rotary_pct": 1.0}),
+        ("mistral", {"sliding_window": 5}),
+        ("mistral", {"sliding_window": None}),
+        ("qwen2", {"max_window_layers": 1}),
+        ("qwen3", {"use_sliding_window": False}),
+        ("qwen3", {"rms_norm_eps": 1e-3}),
+        ("gemma2", {"attn_logit_softcapping": 3.0}),
+        ("gemma2", {"query_pre_attn_scalar": 14}),
+        ("gemma2", {"final_logit_softcapping": None}),
+        ("gemma3_text", {"sliding_window_pattern": 3}),
     ],
 )
 def test_the_same_weights_under_another_configuration_are_another_model(

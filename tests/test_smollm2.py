@@ -7,16 +7,23 @@ import json
 import os
 import pydoc_data.topics
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import headattr
+from headattr.attribution.layer import attribute_layer
 from headattr.cli import main
+from headattr.inputs import inputs_from_memory
+from headattr.interventions import RemoveFeature
+from headattr.model.capture import PromptCapture, capture, pad
 from headattr.model.embedded import cache_folder
 from headattr.model.load import load_model
 from headattr.model.proof import prove
+from headattr.pipeline import layer_task
+from headattr.plan import make_run
 
 pytestmark = pytest.mark.slow
 CACHE = cache_folder()
@@ -100,6 +107,62 @@ def test_fifty_paragraphs_check_ok(
     ):
         assert error["worst"] <= 1e-5
     assert checked["pattern_error"]["worst"] <= 1e-5
+
+
+def test_a_thousand_ablations_are_what_the_model_does_without_the_feature(
+    paragraphs: Path,
+) -> None:
+    """Random edges of layer 12, random active features of either side, removed from the stream."""
+    for path in (CACHE / "smollm2" / "config.json", SAES[0]):
+        _need(path)
+    random, model = np.random.default_rng(0), load_model("smollm2")
+    texts = paragraphs.read_text(encoding="utf-8").split("\n\n")[:10]
+    predicted, frozen, happened, sizes = [], [], [], []
+    for text in texts:
+        config, inputs = inputs_from_memory(model, {12: SAES[0]}, (), [text], "", None, {})
+        run = make_run(config, inputs, every_layer=False)
+        prompt, weights = run.prompts[0], model.family.head_weights(model.hf, 12)
+        captured = capture(model, *pad([prompt.tokens]), layers=[12], sites=[12])[0]
+        assert isinstance(captured, PromptCapture)
+        actives = [source.active(captured) for source in run.source_list]
+        every = layer_task(run, run.plans[0], weights, prompt, captured, actives, top_marginals=32)
+        rows = np.sort(random.choice(np.arange(1, len(prompt.tokens)), 12, replace=False))
+        columns = np.array([random.integers(0, q + 1) for q in rows])
+        table = attribute_layer(replace(every, select=lambda head, pattern: (rows, columns)))  # noqa: B023
+        changes, heads = [], []
+        for edge in random.choice(len(table.q_pos), 100, replace=True):
+            side = random.choice(["q", "k"])
+            pos = int(getattr(table, f"{side}_pos")[edge])
+            slots = getattr(table, f"{side}_top")[edge]
+            rank = int(random.integers((slots >= 0).sum()))
+            start = int(actives[0].ptr[pos])
+            feature = int(actives[0].ids[start + int(slots[rank])])
+            changes.append(RemoveFeature(12, pos, feature))
+            heads.append((int(np.searchsorted(table.head_ptr, edge, "right")) - 1, edge))
+            predicted.append(getattr(table, f"{side}_ablations")[edge, rank])
+            frozen.append(-getattr(table, f"{side}_marginals")[edge, rank])
+        names = [f"L12H{head}" for head in range(model.n_heads)]
+        *changed, clean = headattr.intervene(
+            model, prompt.tokens, [*changes, []], basis={12: SAES[0]}, heads=names, batch_size=25
+        )
+        kept = captured.layers[12]
+        for (head, edge), outcome in zip(heads, changed, strict=True):
+            at, name = (int(table.q_pos[edge]), int(table.k_pos[edge])), headattr.HeadId(12, head)
+            happened.append(float(outcome.scores[name][at] - clean.scores[name][at]))
+            Q, K = kept.Q[at[0], head], kept.K[at[1], weights.kv_head(head)]
+            sizes.append(kept.scale * float(Q.norm() * K.norm()))
+    predicted, happened, sizes = map(np.array, (predicted, happened, sizes))
+    gap = np.abs(predicted - happened)
+    large = np.abs(happened) > 0.01 * sizes
+    print(
+        f"correlation {np.corrcoef(predicted, happened)[0, 1]:.7f}, of the frozen marginal "
+        f"{np.corrcoef(frozen, happened)[0, 1]:.4f}; worst error {(gap / sizes).max():.1e} of "
+        f"scale |Q||K|, {(gap / np.abs(happened))[large].max():.1e} of {large.sum()} large effects"
+    )
+    assert len(predicted) == 1000
+    assert np.corrcoef(predicted, happened)[0, 1] >= 0.9999
+    assert (gap <= 1e-5 * sizes).all()
+    assert (gap[large] <= 1e-4 * np.abs(happened)[large]).all()
 
 
 def test_the_first_position_is_flagged_and_its_share_is_kept(store: headattr.Store) -> None:

@@ -531,6 +531,7 @@ OTHER_RUNS: dict[str, dict[str, Any]] = {
     "k_token": {"k_token": "/<3/"},
     "outputs": {"outputs": "all"},
     "read": {"read": "decoder"},
+    "rank": {"rank": "contrast"},
     "output": {"output": ()},
     "shards": {"prompts_per_shard": 3},
     "dtype": {"dtype": "float64"},
@@ -1284,6 +1285,15 @@ KINDS: dict[str, tuple[dict[str, Any], str]] = {
     "more pairs than there are": ({"basis": BOTH, "topk": 300}, "L1H2"),
     "a ReLU": ({"basis": {1: tiny.sae("standard", layer=1), 2: BOTH[2]}}, "L1H2"),
     "float64": ({"basis": BOTH, "dtype": "float64"}, "L1H2"),
+    "contrasts": ({"basis": BOTH, "rank": "contrast"}, "L1H2"),
+    "few contrasts": ({"basis": BOTH, "rank": "contrast", "topk": 3}, "L1H2"),
+    "contrasts of tokens": ({"basis": {0: "tokens"}, "rank": "contrast"}, "L0H1"),
+    "a cap": ({"model": tiny.gemma2, "basis": BOTH}, "L1H2"),
+    "contrasts under a cap": (
+        {"model": tiny.gemma2, "basis": BOTH, "rank": "contrast", "output": "unembed"},
+        "L1H2",
+    ),
+    "QK-norm": ({"model": tiny.gemma3, "basis": BOTH, "rank": "contrast"}, "L1H2"),
 }
 
 
@@ -1320,7 +1330,7 @@ def test_the_stores_answer_is_explain_edges_with_the_strongest_features(
     model: Any, tmp_path: Path, options: dict[str, Any], head: str
 ) -> None:
     options = {"edges": "all", "batch_size": 1, "heads": head, **options}
-    basis = options.pop("basis")
+    basis, model = options.pop("basis"), options.pop("model", lambda: model)()
     store = headattr.attribute(model, basis, TEXTS[:2], tmp_path / "out", **options)
     layer, number = int(head[1]), int(head[3])
     for prompt, q_pos, k_pos in ((0, 8, 3), (1, 13, 13)):

@@ -73,7 +73,8 @@ WINDOW = 4
 
 
 def decoder(model_type: str, seed: int, **changes: Any) -> Any:
-    """A model with q_proj, k_proj, v_proj, o_proj and d_head apart from d_model / heads."""
+    """A model with q_proj, k_proj, v_proj, o_proj and d_head apart from d_model / heads; `head_dim`
+    and `num_key_value_heads` None: as the family has them."""
     options = {
         "vocab_size": VOCABULARY,
         "hidden_size": 24,
@@ -88,7 +89,9 @@ def decoder(model_type: str, seed: int, **changes: Any) -> Any:
         "pad_token_id": 0,
         **changes,
     }
-    options = {name: value for name, value in options.items() if value is not None}
+    for name in ("head_dim", "num_key_value_heads"):
+        if options[name] is None:
+            del options[name]
     return roughen(
         AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **options)), seed
     )

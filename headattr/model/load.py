@@ -5,6 +5,7 @@ float64, whatever they are stored as; what was converted is in `notes`.
 """
 
 import copy
+import dataclasses
 import hashlib
 import json
 from collections.abc import Iterable
@@ -118,11 +119,14 @@ def load_model(
 ) -> LoadedModel:
     """Load `model`, a Hugging Face object, folder, hub id, `.gguf` file, `demo` or `smollm2`.
 
-    An object in another dtype or on another device is copied, never changed. Raises
+    What was loaded already is given back as it is, if it is in `dtype`. An object in another dtype
+    or on another device is copied, never changed. Raises
     UnsupportedModelError for a family that has no proven adapter or for weights that are packed,
     HeadattrError for files that are missing or broken.
     """
     _check_device(device)
+    if isinstance(model, LoadedModel):
+        return _again(model, tokenizer, DTYPES[dtype])
     if isinstance(model, nn.Module):
         family = family_of(model)
         hf, notes = _converted(model, DTYPES[dtype])
@@ -142,6 +146,14 @@ def load_model(
     if device != "auto" and torch.device(device).type != next(hf.parameters()).device.type:
         hf = (copy.deepcopy(hf) if hf is model else hf).to(device)
     return LoadedModel(hf, family, tokenizer, name, tuple(notes))
+
+
+def _again(model: LoadedModel, tokenizer: Any | None, dtype: torch.dtype) -> LoadedModel:
+    if model.dtype != dtype:
+        raise UsageError(
+            f"the loaded model is in {model.dtype}, and {dtype} is asked for; load it in that"
+        )
+    return model if tokenizer is None else dataclasses.replace(model, tokenizer=tokenizer)
 
 
 def hash_tensors(named: Iterable[tuple[str, Tensor]], *texts: str) -> str:
