@@ -35,7 +35,7 @@ class RunConfig:
     """
 
     model: str
-    """A model folder, a hub id, a .gguf file, `demo` or `smollm2`."""
+    """A model folder, a hub id, a .gguf file, `demo`, `smollm2` or `gemma3-270m`."""
     basis: tuple[str, ...]
     """Dictionaries of the residual stream: `layer=PATH` each (`0=tokens` needs no dictionary), a
     TOML file or folder of [[basis]] tables, or `demo`."""

@@ -127,7 +127,7 @@ def render_demo(answer: dict[str, Any]) -> str:
         "Three edges, and the features behind them (a label quotes contexts, [x] is where it",
         "fires; the model also learned from random strings):",
     ]
-    lines += [query.render_edge(edge, pairs=4) for edge in answer["edges"]]
+    lines += [query.render_edge(edge, pairs=4, features=2) for edge in answer["edges"]]
     checked = answer["check"]
     lines += [
         "",

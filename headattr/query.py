@@ -227,22 +227,28 @@ def head_shares(store: Store) -> dict[HeadId, dict[str, float]]:
     return answer
 
 
-def render_edge(answer: dict[str, Any], *, pairs: int = 8) -> str:
-    """An edge answer as text for a terminal."""
-    head = HeadId(answer["layer"], answer["head"])
-    qk = answer["qk"]
+def render_edge(answer: dict[str, Any], *, pairs: int = 8, features: int = 3) -> str:
+    """An edge answer as text for a terminal, with some of its pairs and of each side's features."""
+    head, qk = HeadId(answer["layer"], answer["head"]), answer["qk"]
+    above = answer["score_contrast"]
     lines = [
         f"{head}  q {answer['q_pos']} {answer['q_token']!r} -> k {answer['k_pos']} "
-        f"{answer['k_token']!r}   "
-        f"pattern {answer['pattern']:.3f}   score {answer['score']:.3f}"
+        f"{answer['k_token']!r}   pattern {answer['pattern']:.3f}   score {answer['score']:.3f}"
+        + _capped(answer)
+        + f" ({abs(above):.3f} {'above' if above >= 0 else 'below'} the row's mean)"
         + ("   (the key swallows attention)" if answer["flagged"] else ""),
         f"  why it looks there: the score as query part by key part (error "
         f"{qk['completeness']:.0e} of scale |Q||K|; features by features are "
         f"{qk['feature_share']:+.2f} of it)",
         *_total_lines(qk["totals"]),
-        "    strongest pairs, query feature by key feature:",
     ]
-    lines += _pair_lines(qk["pairs"][:pairs], "q_feature", "k_feature")
+    if pairs:
+        lines.append("         value   contrast   strongest pairs, query feature by key feature")
+        lines += _pair_lines(qk["pairs"][:pairs], "q_feature", "k_feature")
+    if features:
+        lines.append("      marginal   contrast   ablation   query features, then key features")
+        for side in ("q_features", "k_features"):
+            lines += [_feature_line(feature) for feature in qk[side][:features]]
     for ov in answer["ov"]:
         lines.append(
             f"  what it moves, as {ov['output']} reads it ({ov['read']}; error "
@@ -252,6 +258,16 @@ def render_edge(answer: dict[str, Any], *, pairs: int = 8) -> str:
     if answer["ov_reason"]:
         lines.append(f"  what it moves: {answer['ov_reason']}")
     return "\n".join(lines)
+
+
+def _capped(answer: dict[str, Any]) -> str:
+    same = answer["score_capped"] == answer["score"]
+    return "" if same else f", capped {answer['score_capped']:.3f}"
+
+
+def _feature_line(feature: dict[str, Any]) -> str:
+    sizes = (f"{feature[name]:+11.4g}" for name in ("marginal", "contrast", "ablation"))
+    return f"   {''.join(sizes)}   {name_of(feature)}"
 
 
 def _total_lines(totals: dict[str, dict[str, float]]) -> list[str]:
@@ -267,8 +283,10 @@ def _total_lines(totals: dict[str, dict[str, float]]) -> list[str]:
 def _pair_lines(pairs: Sequence[dict[str, Any]], left: str, right: str) -> list[str]:
     width = max((len(name_of(pair[left])) for pair in pairs), default=0)
     return [
-        f"    {p['value']:+11.4g}  {name_of(p[left]):{width}}  x  {name_of(p[right])}"
-        for p in pairs
+        "   "
+        + "".join(f"{pair[name]:+11.4g}" for name in ("value", "contrast") if name in pair)
+        + f"   {name_of(pair[left]):{width}}  x  {name_of(pair[right])}"
+        for pair in pairs
     ]
 
 

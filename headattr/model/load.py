@@ -117,7 +117,8 @@ def load_model(
     device: str = "auto",
     dtype: Literal["float32", "float64"] = "float32",
 ) -> LoadedModel:
-    """Load `model`, a Hugging Face object, folder, hub id, `.gguf` file, `demo` or `smollm2`.
+    """Load `model`: a Hugging Face object, folder, hub id, `.gguf` file, or a name (`demo`,
+    `smollm2`, `gemma3-270m`).
 
     What was loaded already is given back as it is, if it is in `dtype`. An object in another dtype
     or on another device is copied, never changed. Raises
