@@ -29,7 +29,7 @@ from headattr.inputs import inputs_of
 from headattr.model.load import DTYPES, LoadedModel
 from headattr.model.outline import outline_model
 from headattr.model.tokens import Prompt, decide_bos, tokenize
-from headattr.plan import plan_heads, plan_layer
+from headattr.plan import distinct, plan_heads, plan_layer
 from headattr.stopwatch import Sizes, forward_seconds, layer_seconds
 from headattr.store.columns import OV, Column, edge_columns
 from headattr.store.format import slot_type
@@ -67,6 +67,7 @@ def estimate_run(config: RunConfig) -> dict[str, Any]:
     assumed: list[str] = []
     bases = {spec.layer: _source(model, spec, assumed) for spec in inputs.basis}
     outputs = [_source(model, spec, assumed) for spec in inputs.output]
+    outputs = [next((b for b in bases.values() if b == s), s) for s in outputs]
     sources = Sources(bases, {s.layer + (s.about.kind == "unembed"): s for s in outputs})
     heads, _ = plan_heads(config, model, sources)
     layers = sorted({head.layer for head in heads})
@@ -78,7 +79,7 @@ def estimate_run(config: RunConfig) -> dict[str, Any]:
     prompts, aside = tokenize(model, inputs.texts.prompts, bos, truncate=config.truncate)
     rule = parse_edge_rule(config.edges)
     edges = _count_edges(config, rule, plans, prompts, heads)
-    order = [*bases.values(), *(s for s in outputs if s not in bases.values())]
+    order = distinct(sources)
     per_edge = [_edge_bytes(config, plan, order) for plan in plans]
     total = sum(edges)
     stored = sum(e * b for e, (b, _) in zip(edges, per_edge, strict=True))
@@ -97,7 +98,7 @@ def estimate_run(config: RunConfig) -> dict[str, Any]:
         "bytes_per_edge": round(stored / total) if total else 0,
         "memory": _memory(config, model, plans, order, prompts, edges, per_edge),
         "seconds": seconds,
-        "assumed": assumed,
+        "assumed": list(dict.fromkeys(assumed)),
     }
 
 
@@ -299,7 +300,7 @@ def render_estimate(answer: dict[str, Any]) -> str:
     return "\n".join([*lines, *(f"  assumed: {line}" for line in answer["assumed"])])
 
 
-def _bytes(value: float) -> str:
+def _bytes(value: float | int) -> str:
     for unit in ("B", "kB", "MB", "GB"):
         if value < 1000:
             return f"{value:.0f} {unit}" if unit in ("B", "kB", "MB") else f"{value:.1f} {unit}"

@@ -38,11 +38,11 @@ class Cost(NamedTuple):
 
 def forward_seconds(parameters: int, tokens: int, dtype: torch.dtype) -> float:
     """Seconds of a forward pass through `parameters` weights, from the speed of one product."""
-    left, right = torch.randn(512, 1024, dtype=dtype), torch.randn(1024, 1024, dtype=dtype)
+    left, right = torch.ones(512, 1024, dtype=dtype), torch.ones(1024, 1024, dtype=dtype)
     times = []
     for _ in range(4):
         started = time.perf_counter()
-        left @ right
+        torch.mm(left, right)
         times.append(time.perf_counter() - started)
     speed = left.numel() * right.shape[1] / sorted(times)[1]
     return _ATTENTION * parameters * tokens / speed
@@ -51,11 +51,13 @@ def forward_seconds(parameters: int, tokens: int, dtype: torch.dtype) -> float:
 def layer_seconds(sizes: Sizes, topk: int, rank: Rank, dtype: torch.dtype) -> Cost:
     """The cost of a layer, from three short runs of the attribution itself."""
     few, many = min(16, sizes.length), min(512, sizes.length * (sizes.length + 1) // 2)
-    _time(sizes, 1, few, topk, rank, dtype)  # warms up
-    one, two, long = (
-        _time(sizes, heads, edges, topk, rank, dtype)
-        for heads, edges in ((1, few), (2, few), (1, many))
-    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        _time(sizes, 1, few, topk, rank, dtype)  # warms up
+        one, two, long = (
+            _time(sizes, heads, edges, topk, rank, dtype)
+            for heads, edges in ((1, few), (2, few), (1, many))
+        )
     edge = max(0.0, long - one) / max(1, many - few)
     head = max(0.0, two - one - few * edge)
     return Cost(max(0.0, one - head - few * edge), head, edge)
@@ -63,7 +65,6 @@ def layer_seconds(sizes: Sizes, topk: int, rank: Rank, dtype: torch.dtype) -> Co
 
 def _time(sizes: Sizes, heads: int, edges: int, topk: int, rank: Rank, dtype: torch.dtype) -> float:
     """Seconds of one prompt with `edges` edges in each of `heads` heads."""
-    torch.manual_seed(0)
     d_model, length = sizes.d_model, sizes.length
     x, weights = torch.randn(length, d_model, dtype=dtype), _weights(sizes, heads, dtype)
     components, directions = _components(x, *sizes.basis)

@@ -46,7 +46,7 @@ def from_files(name: str, tokenizer: Any | None, dtype: torch.dtype) -> tuple[An
             **options,
             **quantization,
         )
-        if tokenizer is None and (gguf or _may_have_tokenizer(folder)):
+        if tokenizer is None and (gguf or may_have_tokenizer(folder)):
             tokenizer = AutoTokenizer.from_pretrained(folder, **options)
     except HeadattrError:
         raise
@@ -84,7 +84,7 @@ def _left_over(name: str, hf: Any, report: Any) -> list[str]:
     return [f"not used by a {type(hf).__name__}: {', '.join(unused)}"] if unused else []
 
 
-def _may_have_tokenizer(folder: str) -> bool:
+def may_have_tokenizer(folder: str) -> bool:
     """Not a local folder, or one with the files of a tokenizer."""
     path = Path(folder)
     patterns = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "spiece*")

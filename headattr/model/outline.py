@@ -6,7 +6,7 @@ import torch
 
 from headattr.errors import HeadattrError
 from headattr.model.family import family_of
-from headattr.model.files import locate
+from headattr.model.files import locate, may_have_tokenizer
 from headattr.model.load import DTYPES, LoadedModel
 
 
@@ -24,11 +24,10 @@ def outline_model(name: str, dtype: str = "float32") -> LoadedModel:
         config = AutoConfig.from_pretrained(folder, **options)
         with torch.device("meta"):
             hf = AutoModelForCausalLM.from_config(config, dtype=DTYPES[dtype])
+        tokenizer = None
+        if gguf or may_have_tokenizer(folder):
+            tokenizer = AutoTokenizer.from_pretrained(folder, **options)
     except (OSError, ValueError, TypeError, LookupError, AttributeError, ImportError) as error:
         said = " ".join(str(error).split())[:300]
         raise HeadattrError(f"cannot read the configuration of {name!r}: {said}") from error
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, **options)
-    except (OSError, ValueError, TypeError, LookupError, AttributeError, ImportError):
-        tokenizer = None
     return LoadedModel(hf, family_of(hf), tokenizer, name)
