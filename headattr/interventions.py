@@ -5,16 +5,19 @@
     )[0]
     outcome.scores[3, 0][17, 6]
 
-What can be changed is in `changes.py`. Asking nothing changes nothing, bit for bit. Removing a
-feature from the stream at a query or key is the `ablation` of the tables, norms responding; a
-`marginal` has the norm frozen, so that it is about minus that.
+What can be changed is in `changes.py`. Asking nothing changes nothing, bit for bit.
+
+What removing a feature from the stream at a query (or key) does to a score is the `ablation` of the
+tables. So is what removing it from that head's query (key) alone does, except on the diagonal,
+where the stream changes both. In all of these norms respond; a `marginal` has them frozen.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from headattr.basis.load import load_sources
 from headattr.changes import (
@@ -29,10 +32,10 @@ from headattr.changes import (
     SwapFeature,
     whole_number,
 )
-from headattr.edges import parse_heads
+from headattr.edges import HeadId, parse_heads
 from headattr.errors import UsageError
 from headattr.inputs import specs_from_memory
-from headattr.model.edits import Outcome, run_edited
+from headattr.model.edits import ModelEdit, Outcome, run_edited
 from headattr.model.load import DTYPES, LoadedModel, load_model
 from headattr.model.tokens import decide_bos, tokenize
 from headattr.texts import texts_from_memory
@@ -57,8 +60,8 @@ def intervene(
     interventions: Iterable[Change | Iterable[Change]],
     *,
     basis: Any = (),
-    heads: str | Sequence[Any] = (),
-    sites: Sequence[int] = (),
+    heads: Any = (),
+    sites: Iterable[int] = (),
     logits: bool = False,
     tokenizer: Any | None = None,
     bos: str = "auto",
@@ -72,11 +75,11 @@ def intervene(
     its own device and dtype. `prompt`: a text, or token ids, which are taken as they are. `basis`
     as in `attribute`, for changes that name features.
 
-    What is read: scores and pattern of `heads` (L5H1, L3H*), the residual stream at `sites` (L:
-    resid_pre of layer L; the number of layers: the last output), and `logits`. Returns one
-    `Outcome` an intervention, in order; that of an empty list is the clean run. Raises UsageError
-    for a change that cannot be made (a position beyond the prompt, a feature that is not active,
-    an edge that is masked), before any runs.
+    What is read: scores and pattern of `heads` (["L5H1", "L3H*"], or "all"), the residual stream at
+    `sites` (L: resid_pre of layer L; the number of layers: the last output), and `logits`. Returns
+    one `Outcome` an intervention, in order; that of an empty list is the clean run. Raises
+    UsageError, before anything changed runs, for a change that cannot be made: a position beyond
+    the prompt, a feature that is not active, an edge that is masked.
     """
     _check(bos=(bos, ("auto", "yes", "no")), dtype=(dtype, tuple(DTYPES)))
     if whole_number(batch_size, 1 << 31) in (None, 0):
@@ -90,6 +93,16 @@ def intervene(
     planner = Planner(model, tokens, bases)
     runs = [planner.edits(changes) for changes in _lists(interventions)]
     reads = {"heads": _heads(model, heads), "sites": _sites(model, sites), "logits": logits}
+    return _run_all(model, tokens, runs, int(batch_size), reads)
+
+
+def _run_all(
+    model: LoadedModel,
+    tokens: Tensor,
+    runs: list[list[ModelEdit]],
+    batch_size: int,
+    reads: dict[str, Any],
+) -> list[Outcome]:
     outcomes: dict[int, Outcome] = {}
     clean = [i for i, run in enumerate(runs) if not run]
     if clean:  # alone, so that not even the size of a batch differs from the model's own run
@@ -134,14 +147,20 @@ def _lists(interventions: Any) -> list[list[Any]]:
     ]
 
 
-def _heads(model: LoadedModel, heads: str | Sequence[Any]) -> list[Any]:
-    text = heads if isinstance(heads, str) else ",".join(map(str, heads))
+def _heads(model: LoadedModel, heads: Any) -> list[HeadId]:
+    text = ",".join(map(str, heads)) if isinstance(heads, list | tuple) else str(heads)
     return parse_heads(text, len(model.layers), model.n_heads) if text else []
 
 
-def _sites(model: LoadedModel, sites: Sequence[int]) -> list[int]:
+def _sites(model: LoadedModel, sites: Any) -> list[int]:
     count = len(model.layers) + 1
+    expected = f"expected a list of whole numbers, 0 to {count - 1}"
+    if not isinstance(sites, Iterable):
+        raise UsageError(f"sites are {sites!r}; {expected}")
+    found: set[int] = set()
     for site in sites:
-        if whole_number(site, count) is None:
-            raise UsageError(f"there is no site {site!r}; expected whole numbers, 0 to {count - 1}")
-    return sorted({int(site) for site in sites})
+        number = whole_number(site, count)
+        if number is None:
+            raise UsageError(f"there is no site {site!r}; {expected}")
+        found.add(number)
+    return sorted(found)

@@ -113,13 +113,15 @@ def _regrow(
     if not len(coefs):
         return active.padded(coefs)
     step = max(1, _CHUNK // x.shape[1])
-    parts = [
-        norm.sigma(x[pos] - coef[:, None] * directions[row])
+    rests = (
+        x[pos] - coef[:, None] * directions[row]
         for pos, coef, row in zip(
             active.positions.split(step), coefs.split(step), inverse.split(step), strict=True
         )
-    ]
-    return active.padded(norm.sigma(x)[active.positions] / torch.cat(parts))
+    )
+    # where a feature is all there is, nothing is left: not its rounding times a large ratio
+    parts = [norm.linear(rest).any(-1) / norm.sigma(rest) for rest in rests]
+    return active.padded(norm.sigma(x)[active.positions] * torch.cat(parts))
 
 
 def project(

@@ -43,11 +43,10 @@ class TokenBasis:
         named = {"bias": torch.zeros_like(embedded)}
         if self.embedding.W_pos is not None:
             named["position"] = self.embedding.W_pos[: len(tokens)].to(exact)
-        gap = float((embedded + sum(named.values()) - x).norm(dim=-1).max() / x.norm(dim=-1).max())
-        if not gap <= 1e-6:
+        gap = float((embedded + sum(named.values()) - x).norm(dim=-1).max())
+        if not gap <= 1e-6 * float(x.norm(dim=-1).max()):
             raise DictionaryError(
-                "resid_pre 0 is not the sum of token and position embeddings (relative gap "
-                f"{gap:.1e}); "
+                f"resid_pre 0 is not the sum of token and position embeddings (gap {gap:.1e}); "
                 "expected equality: use an SAE at layer 0"
             )
         return Components("token", active, active.acts, active.acts, embedded, named)
