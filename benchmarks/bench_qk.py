@@ -20,11 +20,12 @@ from headattr.attribution.contrast import rows_of
 from headattr.attribution.qk import QkHead, Rank, qk_edges
 from headattr.attribution.sides import prepare, project
 from headattr.basis.component import ActiveFeatures, decompose
-from headattr.kernels.pair_topk.batched import topk_pairs
+from headattr.kernels.pair_topk import batched as plain
+from headattr.kernels.pair_topk import dispatch
 from headattr.model.head import HeadWeights, Norm
 
 D_MODEL, HEADS, D_HEAD, LENGTH, ACTIVE, D_SAE, TOPK = 768, 12, 64, 128, 64, 24576, 20
-MEASURED_HEADS, LOOP_EDGES, CHUNK, REPEATS = 3, 500, 256, 5
+MEASURED_HEADS, LOOP_EDGES, CHUNK, REPEATS = 3, 500, 512, 5
 
 
 def make_layer() -> HeadWeights:
@@ -69,28 +70,39 @@ def main() -> None:
     def sides(head: int) -> tuple:
         return tuple(project(weights, side, head, prepared, None) for side in ("query", "key"))
 
+    given = [sides(head) for head in range(MEASURED_HEADS)]
+
+    def project_all() -> None:
+        for head in range(MEASURED_HEADS):
+            sides(head)
+
     def batched(rank: Rank) -> None:
         for head in range(MEASURED_HEADS):
-            (query, key), (Q, K) = sides(head), own[:, head]
+            (query, key), (Q, K) = given[head], own[:, head]
             scores = weights.scale * Q @ K.T
             rows = rows_of(weights, key, ids, scores, weights.pattern(scores[None], allowed)[0])
             shared = QkHead(weights, query, key, Q, K, weights.scale, active.padded(ids), rows)
             for q, k in zip(q_pos.split(CHUNK), k_pos.split(CHUNK), strict=True):
                 qk_edges(shared, q, k, topk=TOPK, top_marginals=8, rank=rank)
 
-    def pairs_only() -> None:
-        for head in range(MEASURED_HEADS):
-            query, key = sides(head)
+    def pairs_alone(path: Callable[..., object]) -> None:
+        for query, key in given:
             for q, k in zip(q_pos.split(CHUNK), k_pos.split(CHUNK), strict=True):
-                topk_pairs(query.features[q], key.features[k], query.counts[q], key.counts[k], TOPK)
+                path(
+                    query.features, key.features, query.counts, key.counts, TOPK,
+                    left_at=q, right_at=k,
+                )  # fmt: skip
 
-    def products() -> None:
-        for head in range(MEASURED_HEADS):
-            query, key = sides(head)
-            for q, k in zip(q_pos.split(CHUNK), k_pos.split(CHUNK), strict=True):
-                query.features[q] @ key.features[k].transpose(1, 2)
+    def rows_of_products(select: Callable[[torch.Tensor], object]) -> None:
+        """The products of a query's features with those of 32 keys at once, as one matrix
+        product."""
+        for query, key in given:
+            for row in range(LENGTH):
+                turned = query.features[row].T
+                for keys in key.features[: row + 1].split(32):
+                    select((keys.reshape(-1, D_HEAD) @ turned).view(len(keys), -1))
 
-    query, key = sides(0)
+    query, key = given[0]
 
     def loop() -> None:
         for q, k in zip(q_pos[:LOOP_EDGES].tolist(), k_pos[:LOOP_EDGES].tolist(), strict=True):
@@ -99,21 +111,27 @@ def main() -> None:
             table.flatten()[index]
 
     rates = {
-        "batched": median_rate(edges, lambda: batched("value")),
-        "batched, ranked by contrast": median_rate(edges, lambda: batched("contrast")),
-        "batched, pairs alone": median_rate(edges, pairs_only),
-        "bare products": median_rate(edges, products),
-        "loop over edges, pairs alone": median_rate(LOOP_EDGES, loop),
+        "all of it": median_rate(edges, lambda: batched("value")),
+        "all of it, ranked by contrast": median_rate(edges, lambda: batched("contrast")),
+        "pairs alone": median_rate(edges, lambda: pairs_alone(dispatch.topk_pairs)),
+        "pairs alone, without numba": median_rate(edges, lambda: pairs_alone(plain.topk_pairs)),
+        "plain batched torch and topk": median_rate(
+            edges, lambda: rows_of_products(lambda table: table.abs().topk(TOPK, -1))
+        ),
+        "bare products": median_rate(edges, lambda: rows_of_products(lambda table: None)),
+        "projection of both sides, for all edges": median_rate(edges, project_all),
+        "loop over edges": median_rate(LOOP_EDGES, loop),
     }
     ratios = {
-        f"batched / {name}": round(rates["batched"] / rates[name], 2) for name in list(rates)[1:]
+        f"pairs alone / {name}": round(rates["pairs alone"] / rates[name], 2)
+        for name in list(rates)
+        if name != "pairs alone"
     }
     machine = f"{platform.machine()}, torch {torch.__version__}, Python {platform.python_version()}"
     figures = {name: round(rate) for name, rate in rates.items()}
     print(json.dumps({"edges_per_second": figures, "ratios": ratios, "machine": machine}))
     print(
-        f"sizes: see {Path(__file__).name}; batched includes totals, marginals, contrasts, "
-        "ablations",
+        f"sizes: see {Path(__file__).name}; all of it: totals, marginals, contrasts, ablations",
         file=sys.stderr,
     )
 

@@ -49,6 +49,8 @@ class QueryEdge:
     """Key position."""
     pairs: int = 8
     """Pairs to print (JSON has all that are kept)."""
+    features: int = 3
+    """Features a side to print (JSON has all that are kept)."""
     json: bool = False
     """Print the answer as JSON."""
 
@@ -206,13 +208,16 @@ def _estimate(config: Estimate) -> int:
 def _query_edge(command: QueryEdge) -> int:
     from headattr import query
     from headattr.store.reader import open_store
+    from headattr.viewers.text import render_edge
 
-    if command.pairs < 0:
-        raise UsageError(f"--pairs is {command.pairs}; expected at least 0")
+    for name in ("pairs", "features"):
+        if getattr(command, name) < 0:
+            raise UsageError(f"--{name} is {getattr(command, name)}; expected at least 0")
     with open_store(command.store) as store:
         answer = query.query_edge(store, command.prompt, command.head, command.q, command.k)
         _warn(store.problems)
-    _print(answer, command.json, lambda found: query.render_edge(found, pairs=command.pairs))
+    shown = {"pairs": command.pairs, "features": command.features}
+    _print(answer, command.json, lambda found: render_edge(found, **shown))
     return 0
 
 

@@ -15,6 +15,7 @@ from headattr.plan import make_run
 from headattr.store.check import check_store
 from headattr.store.reader import Store
 from headattr.viewers.plots import draw_edge
+from headattr.viewers.text import render_edge
 
 PICTURE = "attribution.png"
 
@@ -127,7 +128,7 @@ def render_demo(answer: dict[str, Any]) -> str:
         "Three edges, and the features behind them (a label quotes contexts, [x] is where it",
         "fires; the model also learned from random strings):",
     ]
-    lines += [query.render_edge(edge, pairs=4, features=2) for edge in answer["edges"]]
+    lines += [render_edge(edge, pairs=4, features=2) for edge in answer["edges"]]
     checked = answer["check"]
     lines += [
         "",

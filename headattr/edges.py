@@ -167,8 +167,10 @@ def parse_edge_rule(text: str) -> EdgeRule:
     raise UsageError(f"--edges {text!r}: expected top:M, threshold:P (0 to 1), all or file:PATH")
 
 
-def parse_head(text: str) -> HeadId:
-    """One head, written L5H1; raises UsageError for anything else."""
+def parse_head(text: str | HeadId) -> HeadId:
+    """One head, written L5H1 (or found already); raises UsageError for anything else."""
+    if isinstance(text, HeadId):
+        return text
     match = re.fullmatch(r"L(\d+)H(\d+)", text.strip())
     if not match:
         raise UsageError(f"head {text!r}: expected one head, such as L5H1")

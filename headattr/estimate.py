@@ -292,8 +292,10 @@ def render_estimate(answer: dict[str, Any]) -> str:
         f"{at_most}{answer['edges']:,} edges: {answer['prompts']} prompts of {answer['tokens']:,} "
         f"tokens in all, {answer['heads']} heads",
         f"  store: {at_most}{_bytes(answer['bytes'])} ({answer['bytes_per_edge']} bytes an edge)",
-        f"  memory at its peak: about {_bytes(memory['peak'])} ({parts}, and the process)",
-        f"  time: about {seconds['total']:.0f} s on this machine as busy as it is now ({times})",
+        f"  memory at its peak: {at_most or 'about '}{_bytes(memory['peak'])} ({parts}, and the "
+        "process)",
+        f"  time: {at_most or 'about '}{seconds['total']:.0f} s on this machine as busy as it is "
+        f"now ({times})",
     ]
     if answer["set_aside"]:
         lines.append(f"  {answer['set_aside']} prompts will be set aside")

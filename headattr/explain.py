@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from headattr.basis.component import ActiveFeatures
-from headattr.edges import Edge, LayerTable, OvTable, parse_head, position_problem
+from headattr.edges import Edge, HeadId, LayerTable, OvTable, parse_head, position_problem
 from headattr.errors import PromptError, UsageError
 from headattr.inputs import inputs_from_memory
 from headattr.model.capture import capture, pad
@@ -25,7 +25,7 @@ def explain_edge(
     model: Any,
     basis: Any,
     text: str | Sequence[int],
-    head: str,
+    head: str | HeadId,
     q_pos: int,
     k_pos: int,
     *,
@@ -34,10 +34,10 @@ def explain_edge(
     **options: Any,
 ) -> dict[str, Any]:
     """Why one edge is there, in memory: the answer of `query edge` with every active feature of
-    both sides.
+    both sides, and the `topk` strongest pairs (an option of `RunConfig`, 32).
 
-    `head` is written as L5H1. Densities are null: there is no run to count over. Raises UsageError
-    for an edge that cannot exist.
+    `head` is written as L5H1; `notes` say what was converted. Densities are null: there is no run
+    to count over. Raises UsageError for an edge that cannot exist.
     """
     options = {"heads": str(parse_head(head)), **options}
     inputs = inputs_from_memory(model, basis, output, [text], "", tokenizer, options)
@@ -83,6 +83,7 @@ def _answer(
         output=None if output is None else _names(run, output),
         read=layer_plan.read,
         ov_reason=layer_plan.ov_reason,
+        notes=run.model.notes,
     )
 
 

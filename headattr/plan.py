@@ -8,7 +8,7 @@ from typing import Any
 from headattr.basis.load import Sources, load_sources
 from headattr.config import RunConfig, canonical_hash
 from headattr.edges import HeadId, listed_edges, parse_edge_rule, parse_heads, token_filter
-from headattr.errors import UsageError
+from headattr.errors import DictionaryError, UsageError
 from headattr.inputs import Inputs
 from headattr.model.load import LoadedModel, load_model
 from headattr.model.proof import Errors, prove
@@ -67,6 +67,7 @@ def make_run(config: RunConfig, inputs: Inputs, *, every_layer: bool = True) -> 
     bos = decide_bos(model.tokenizer, config.bos, declared)
     prompts, aside = tokenize(model, inputs.texts.prompts, bos, truncate=config.truncate)
     lengths = {prompt.id: len(prompt.tokens) for prompt in prompts}
+    _check_plain(sources, inputs)
     windows = {layer_plan.layer: layer_plan.window for layer_plan in plans}
     listed = listed_edges(Path(rule.path), lengths, heads, windows) if rule.kind == "file" else {}
     manifest = build_manifest(
@@ -93,6 +94,18 @@ def distinct(sources: Sources) -> list[Any]:
     """Bases, then outputs that are no basis."""
     found = list(sources.bases.values())
     return found + [o for o in sources.outputs.values() if not any(o is basis for basis in found)]
+
+
+def _check_plain(sources: Sources, inputs: Inputs) -> None:
+    """Activations that were handed in are one tensor a prompt, no more."""
+    ids = [item.id for item in (*inputs.texts.prompts, *inputs.texts.set_aside)]
+    for source in distinct(sources):
+        given = len(getattr(source, "activations", ()))
+        if given > max(ids) + 1:
+            raise DictionaryError(
+                f"{source.about.name} has activations of {given} prompts; expected one tensor a "
+                f"prompt, {max(ids) + 1}"
+            )
 
 
 def _about_model(model: LoadedModel, proof: Errors) -> dict[str, Any]:
@@ -136,7 +149,7 @@ def plan_layer(
     if later:
         output = sources.outputs[min(later)]
     elif layer + 1 in sources.bases:
-        output = sources.bases[layer + 1]
+        output, reason = _implied(config, sources.bases[layer + 1])
     else:
         given = (
             f"none of the outputs is behind layer {layer}"
@@ -159,6 +172,18 @@ def plan_layer(
         weights.window,
         weights.softcap,
     )
+
+
+def _implied(config: RunConfig, basis: Any) -> tuple[Any | None, str | None]:
+    """The basis of the next layer as an output that nobody asked for: left out, with the reason,
+    where it cannot be read."""
+    if basis.about.kind == "tokens":
+        return None, "tokens read nothing"
+    try:
+        basis.check_read(config.read)
+    except DictionaryError as error:
+        return None, str(error)
+    return basis, None
 
 
 def has_labels(source: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Questions to a store, answered as JSON values; `render_*` turns an answer into text.
+"""Questions to a store, answered as JSON values; `viewers/text.py` puts an answer in words.
 
 The shapes are an interface: documented in the README, additive only; null where something is not
 computed yet.
@@ -40,10 +40,13 @@ def edge(store: Store, prompt: int, edge: Edge) -> dict[str, Any]:
         output=None if output is None else _names(store, output),
         read=plan["read"],
         ov_reason=plan["ov_reason"],
+        notes=store.manifest["model"]["notes"],
     )
 
 
-def query_edge(store: Store, prompt: int, head: str, q_pos: int, k_pos: int) -> dict[str, Any]:
+def query_edge(
+    store: Store, prompt: int, head: str | HeadId, q_pos: int, k_pos: int
+) -> dict[str, Any]:
     """`edge` with the head written L5H1: what the command `query edge` answers."""
     found = parse_head(head)
     return edge(store, prompt, Edge(found.layer, found.head, q_pos, k_pos))
@@ -57,8 +60,10 @@ def edge_answer(
     output: SourceNames | None,
     read: str | None,
     ov_reason: str | None,
+    notes: Sequence[str],
 ) -> dict[str, Any]:
-    """The answer for one edge, from its row and the names of its features."""
+    """The answer for one edge, from its row and the names of its features; `notes`: what was
+    converted or assumed about the model."""
     q_features = [_feature(basis, int(f), row.tokens[0]) for f in row.q_active.features]
     k_features = [_feature(basis, int(f), row.tokens[1]) for f in row.k_active.features]
     pairs = [
@@ -105,6 +110,7 @@ def edge_answer(
         },
         "ov": [],
         "ov_reason": ov_reason,
+        "notes": list(notes),
     }
     if row.ov is not None and output is not None:
         answer["ov"] = [_ov_answer(row, row.ov, k_features, output, read)]
@@ -225,74 +231,3 @@ def head_shares(store: Store) -> dict[HeadId, dict[str, float]]:
                 "sink_share": float(sink),
             }
     return answer
-
-
-def render_edge(answer: dict[str, Any], *, pairs: int = 8, features: int = 3) -> str:
-    """An edge answer as text for a terminal, with some of its pairs and of each side's features."""
-    head, qk = HeadId(answer["layer"], answer["head"]), answer["qk"]
-    above = answer["score_contrast"]
-    lines = [
-        f"{head}  q {answer['q_pos']} {answer['q_token']!r} -> k {answer['k_pos']} "
-        f"{answer['k_token']!r}   pattern {answer['pattern']:.3f}   score {answer['score']:.3f}"
-        + _capped(answer)
-        + f" ({abs(above):.3f} {'above' if above >= 0 else 'below'} the row's mean)"
-        + ("   (the key swallows attention)" if answer["flagged"] else ""),
-        f"  why it looks there: the score as query part by key part (error "
-        f"{qk['completeness']:.0e} of scale |Q||K|; features by features are "
-        f"{qk['feature_share']:+.2f} of it)",
-        *_total_lines(qk["totals"]),
-    ]
-    if pairs:
-        lines.append("         value   contrast   strongest pairs, query feature by key feature")
-        lines += _pair_lines(qk["pairs"][:pairs], "q_feature", "k_feature")
-    if features:
-        lines.append("      marginal   contrast   ablation   query features, then key features")
-        for side in ("q_features", "k_features"):
-            lines += [_feature_line(feature) for feature in qk[side][:features]]
-    for ov in answer["ov"]:
-        lines.append(
-            f"  what it moves, as {ov['output']} reads it ({ov['read']}; error "
-            f"{ov['completeness']:.0e}), value feature to output feature:"
-        )
-        lines += _pair_lines(ov["pairs"][:pairs], "v_feature", "o_feature")
-    if answer["ov_reason"]:
-        lines.append(f"  what it moves: {answer['ov_reason']}")
-    return "\n".join(lines)
-
-
-def _capped(answer: dict[str, Any]) -> str:
-    same = answer["score_capped"] == answer["score"]
-    return "" if same else f", capped {answer['score_capped']:.3f}"
-
-
-def _feature_line(feature: dict[str, Any]) -> str:
-    sizes = (f"{feature[name]:+11.4g}" for name in ("marginal", "contrast", "ablation"))
-    return f"   {''.join(sizes)}   {name_of(feature)}"
-
-
-def _total_lines(totals: dict[str, dict[str, float]]) -> list[str]:
-    """The totals as a small table, query kinds down, key kinds across."""
-    kinds = list(totals)
-    lines = ["    " + " " * 9 + "".join(f"{kind:>10}" for kind in kinds)]
-    for q_kind in kinds:
-        cells = "".join(f"{totals[q_kind][k_kind]:>+10.3f}" for k_kind in kinds)
-        lines.append(f"    {q_kind:9}{cells}")
-    return lines
-
-
-def _pair_lines(pairs: Sequence[dict[str, Any]], left: str, right: str) -> list[str]:
-    width = max((len(name_of(pair[left])) for pair in pairs), default=0)
-    return [
-        "   "
-        + "".join(f"{pair[name]:+11.4g}" for name in ("value", "contrast") if name in pair)
-        + f"   {name_of(pair[left]):{width}}  x  {name_of(pair[right])}"
-        for pair in pairs
-    ]
-
-
-def name_of(feature: dict[str, Any]) -> str:
-    """A feature as people read it."""
-    label = feature["label"]
-    if feature["kind"] == "token":
-        return f"token {feature['id'] if label is None else repr(label)}"
-    return f"{feature['id']}" + (f" {label!r}" if label else "")

@@ -1010,13 +1010,25 @@ def test_plain_parts_that_do_not_fit_are_refused(
         headattr.attribute(tiny.llama(), {1: given}, tiny.prompts(6), tmp_path / "out")
 
 
-def test_a_centred_dictionary_is_refused_on_a_model_without_centring(tmp_path: Path) -> None:
-    sae = tiny.sae(layer=1)
-    sae.cfg.metadata.model_from_pretrained_kwargs = {"center_writing_weights": True}
-    with pytest.raises(DictionaryError, match="RMSNorm"):
-        headattr.attribute(tiny.llama(), {1: sae}, tiny.prompts(5), tmp_path / "llama")
-    store = headattr.attribute(tiny.gpt2(), {1: sae}, tiny.prompts(5), tmp_path / "gpt2")
-    assert check_store(store)["ok"]
+@pytest.mark.parametrize("family", tiny.MODELS)
+def test_a_centred_dictionary_is_refused_on_a_model_without_centring(
+    family: str, tmp_path: Path
+) -> None:
+    """V16: the score is the same with and without centring, where the model centres at all."""
+    centred, plain, hf = tiny.sae(layer=1), tiny.sae(layer=1), tiny.MODELS[family]()
+    centred.cfg.metadata.model_from_pretrained_kwargs = {"center_writing_weights": True}
+    if family not in ("gpt2", "gpt_neox"):
+        with pytest.raises(DictionaryError, match="RMSNorm"):
+            headattr.attribute(hf, {1: centred}, tiny.prompts(5), tmp_path / "out")
+        return
+    stores = [
+        headattr.attribute(hf, {1: sae}, tiny.prompts(5), tmp_path / name, edges="all")
+        for sae, name in ((centred, "centred"), (plain, "plain"))
+    ]
+    assert check_store(stores[0])["ok"]
+    one, other = (store.edge(0, headattr.Edge(1, 0, 4, 2)) for store in stores)
+    assert one.score == other.score
+    assert one.q_active.acts.tolist() != other.q_active.acts.tolist()
 
 
 def test_the_last_hidden_state_is_no_residual_site(tmp_path: Path) -> None:

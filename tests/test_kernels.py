@@ -1,6 +1,7 @@
-"""topk_pairs: the batched path gives what the loops give, whatever the shapes, ties and broken
+"""topk_pairs: the fast paths give what the loops give, whatever the shapes, ties and broken
 values."""
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -10,11 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from headattr.kernels.pair_topk import batched, naive
+from headattr.kernels.pair_topk import batched, blocked, dispatch, naive
 from headattr.kernels.pair_topk.batched import PairTopK
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
-PATHS = {"naive": naive.topk_pairs, "batched": batched.topk_pairs}
+PATHS = {
+    "naive": naive.topk_pairs,
+    "batched": batched.topk_pairs,
+    "blocked": blocked.topk_pairs,
+}
 PROFILE = settings(max_examples=120, deadline=None, derandomize=True)
 
 
@@ -70,20 +75,99 @@ def _assert_whole(found: PairTopK, case: Case) -> None:
 
 @PROFILE
 @given(cases(whole=True))
-def test_on_whole_numbers_batched_and_naive_are_equal_to_the_last_tie(case: Case) -> None:
-    found, wanted = batched.topk_pairs(*case), naive.topk_pairs(*case)
-    _assert_whole(found, case)
-    for name, value in wanted._asdict().items():
-        assert torch.equal(getattr(found, name), value), name
-    assert (found.n_nonfinite == 0).all()
+def test_on_whole_numbers_fast_and_naive_are_equal_to_the_last_tie(case: Case) -> None:
+    wanted = naive.topk_pairs(*case)
+    for path in (batched, blocked):
+        found = path.topk_pairs(*case)
+        _assert_whole(found, case)
+        for name, value in wanted._asdict().items():
+            assert torch.equal(getattr(found, name), value), name
+        assert (found.n_nonfinite == 0).all()
+
+
+@st.composite
+def shared(draw: Callable[[Any], Any]) -> tuple[Case, dict[str, Tensor]]:
+    """Edges that share their lists, in order or not; whole numbers, a scale that may be 0."""
+    integers = st.integers
+    lists, edges, d = [draw(integers(1, 5)) for _ in range(2)], draw(integers(0, 30)), 4
+    generator = torch.Generator().manual_seed(draw(integers(0, 10**6)))
+    sides, counts, at = [], [], []
+    for length in lists:
+        slots = draw(integers(0, 21))
+        dtype = torch.float32
+        sides.append(torch.randint(-2, 3, (length, slots, d), generator=generator).to(dtype))
+        counts.append(torch.randint(0, slots + 1, (length,), generator=generator))
+        found = torch.randint(0, length, (edges,), generator=generator)
+        at.append(found.sort().values if draw(st.booleans()) else found)
+    options = {"left_at": at[0], "right_at": at[1]}
+    if draw(st.booleans()):
+        options["scale"] = torch.randint(-1, 3, (edges,), generator=generator).float()
+    return Case(*sides, *counts, draw(integers(1, 50))), options
+
+
+@PROFILE
+@given(shared())
+def test_edges_that_share_lists_are_the_same_on_every_path(
+    asked: tuple[Case, dict[str, Tensor]],
+) -> None:
+    case, options = asked
+    wanted = naive.topk_pairs(*case, **options)
+    for path in (batched, blocked, dispatch):
+        found = path.topk_pairs(*case, **options)
+        for name, value in wanted._asdict().items():
+            assert torch.equal(getattr(found, name), value), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("n", "m", "k"), [(64, 64, 20), (70, 33, 256), (3, 700, 20), (40, 40, 1)])
+def test_wide_lists_with_heavy_tails_have_every_one_of_their_strongest_pairs(
+    dtype: torch.dtype, n: int, m: int, k: int
+) -> None:
+    """Blocks of several rows, causal runs of all lengths; recall is exactly 1 beyond rounding."""
+    generator = torch.Generator().manual_seed(n)
+
+    def heavy(length: int, slots: int) -> Tensor:
+        sizes = (
+            torch.rand(length, slots, 1, generator=generator, dtype=dtype).pow(-1.5).clamp(max=1e4)
+        )
+        return torch.randn(length, slots, 32, generator=generator, dtype=dtype) * sizes
+
+    left, right = heavy(12, n), heavy(12, m)
+    q_pos, k_pos = torch.tril_indices(12, 12)
+    counts = [torch.full((12,), size) for size in (n, m)]
+    found = blocked.topk_pairs(left, right, *counts, k, left_at=q_pos, right_at=k_pos)
+
+    def ends(edge: int) -> list[tuple[Tensor, Tensor]]:
+        return [(left, q_pos[edge]), (right, k_pos[edge])]
+
+    for edge in range(len(q_pos)):
+        products = left[q_pos[edge]].double() @ right[k_pos[edge]].double().T
+        sizes = products.abs().flatten().sort(descending=True).values
+        kept = min(k, len(sizes))
+        longest = (float(part[at].norm(dim=-1).max()) for part, at in ends(edge))
+        tolerance = (1e-6 if dtype == torch.float32 else 1e-14) * math.prod(longest)
+        mine = products[found.left[edge, :kept].long(), found.right[edge, :kept].long()].abs()
+        assert len(set(_pairs(found, edge))) == kept
+        assert (mine - sizes[:kept]).abs().max() <= tolerance
+        assert (found.values[edge, :kept].abs() - mine).abs().max() <= tolerance
+
+
+def test_thousands_of_equal_products_are_in_order_of_their_slots() -> None:
+    ones, counts = torch.ones(2, 60, 1), torch.tensor([60, 60])
+    for path in (batched, blocked):
+        found = path.topk_pairs(ones, -ones, counts, counts, 130)
+        assert found.left[0].tolist() == [0] * 60 + [1] * 60 + [2] * 10
+        assert found.right[1].tolist() == [*range(60), *range(60), *range(10)]
+        assert (found.values == -1).all()
 
 
 @PROFILE
 @given(cases(whole=False))
-def test_on_real_numbers_batched_and_naive_differ_by_rounding_only(case: Case) -> None:
-    found, wanted = batched.topk_pairs(*case), naive.topk_pairs(*case)
-    _assert_whole(found, case)
-    _assert_whole(wanted, case)
+def test_on_real_numbers_fast_and_naive_differ_by_rounding_only(case: Case) -> None:
+    found, wanted = (path.topk_pairs(*case) for path in (batched, naive))
+    blocks = blocked.topk_pairs(*case)
+    for path in (found, wanted, blocks):
+        _assert_whole(path, case)
     for edge in range(len(case.left)):
         products = _products(case, edge)
         kept = min(case.k, products.numel())
@@ -91,7 +175,7 @@ def test_on_real_numbers_batched_and_naive_differ_by_rounding_only(case: Case) -
             continue
         size = float(products.abs().max()) or 1.0
         tolerance = (1e-6 if case.left.dtype == torch.float32 else 1e-14) * max(size, 1.0)
-        for path in (found, wanted):
+        for path in (found, wanted, blocks):
             q, k = path.left[edge, :kept].long(), path.right[edge, :kept].long()
             assert (path.values[edge, :kept] - products[q, k]).abs().max() <= tolerance
             assert len({*zip(q.tolist(), k.tolist(), strict=True)}) == kept
@@ -224,14 +308,17 @@ def test_no_edges_and_no_slots_give_empty_tables_of_the_asked_width(
     assert found.n_nonfinite.tolist() == [0] * edges
 
 
+@pytest.mark.parametrize("path", [batched, blocked])
 @PROFILE
-@given(cases(whole=True), st.integers(1, 3))
-def test_chunks_of_edges_and_wider_padding_do_not_change_a_bit(case: Case, step: int) -> None:
-    whole = batched.topk_pairs(*case)
+@given(case=cases(whole=True), step=st.integers(1, 3))
+def test_chunks_of_edges_and_wider_padding_do_not_change_a_bit(
+    path: Any, case: Case, step: int
+) -> None:
+    whole = path.topk_pairs(*case)
     widen = torch.nn.functional.pad
     wider = [widen(part, (0, 0, 0, 3), value=float("nan")) for part in case[:2]]
     parts = [
-        batched.topk_pairs(*(part[i : i + step] for part in (*wider, *case[2:4])), case.k)
+        path.topk_pairs(*(part[i : i + step] for part in (*wider, *case[2:4])), case.k)
         for i in range(0, len(case.left), step)
     ]
     for name in PairTopK._fields if parts else ():

@@ -24,6 +24,7 @@ from headattr.model.capture import PromptCapture, capture, pad
 from headattr.model.head import HeadWeights, Norm, Rotary
 from headattr.model.load import LoadedModel, load_model
 from headattr.model.proof import TOLERANCE, Errors, layer_errors, prove
+from headattr.store.check import check_store
 
 THETA = {"rope_type": "default", "rope_theta": 1e4}
 
@@ -65,9 +66,10 @@ def hand_llama(q: list[float], k: list[float], *, heads: int = 1, **changes: Any
 # ---- positions, groups, rotary ----------------------------------------------------------------
 
 
-def test_left_padding_changes_neither_scores_nor_positions() -> None:
+@pytest.mark.parametrize("family", tiny.MODELS)
+def test_left_padding_changes_neither_scores_nor_positions(family: str) -> None:
     """V04: [5, 6, 7] alone and as [P, P, 5, 6, 7] with mask 00111 beside a longer prompt."""
-    model = load_model(tiny.gpt2())
+    model = load_model(tiny.MODELS[family]())
     alone = captured(model, [5, 6, 7])[0]
     ids = torch.tensor([[9, 9, 5, 6, 7], [1, 2, 3, 4, 5]])
     mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]]).bool()
@@ -75,16 +77,18 @@ def test_left_padding_changes_neither_scores_nor_positions() -> None:
     assert isinstance(batch, PromptCapture)
     assert batch.tokens.tolist() == [5, 6, 7]
     W_E, W_pos = model.family.embedding(model.hf)
-    torch.testing.assert_close(batch.resid[0], W_E[[5, 6, 7]] + W_pos[:3])  # pyright: ignore
+    embedded = W_E[[5, 6, 7]] if W_pos is None else W_E[[5, 6, 7]] + W_pos[:3]
+    torch.testing.assert_close(batch.resid[0], embedded)
     for layer in range(3):
         padded = scores(model, batch, layer)
         torch.testing.assert_close(padded, scores(model, alone, layer))
-        assert padded.shape == (3, 3, 3)
+        assert padded.shape == (model.n_heads, 3, 3)
         torch.testing.assert_close(batch.layers[layer].pattern, alone.layers[layer].pattern)
-    with torch.no_grad():
-        naive = model.hf(input_ids=ids, attention_mask=mask.long()).logits[0, 2:]
-        right = model.hf(input_ids=ids[:1, 2:]).logits[0]
-    assert (naive - right).abs().max() > 1e-2  # the positions that are not derived from the mask
+    if family == "gpt2":  # positions that are not derived from the mask show in its embeddings
+        with torch.no_grad():
+            naive = model.hf(input_ids=ids, attention_mask=mask.long()).logits[0, 2:]
+            right = model.hf(input_ids=ids[:1, 2:]).logits[0]
+        assert (naive - right).abs().max() > 1e-2
 
 
 @pytest.mark.parametrize("family", tiny.MODELS)
@@ -103,6 +107,7 @@ def test_a_short_prompt_of_a_batch_keeps_its_six_edges(family: str, tmp_path: Pa
         assert found["score"] == pytest.approx(wanted["score"], abs=1e-5)
         window = tiny.WINDOWS.get(family, (None, None))[1]
         assert len(batch.edges(1, head)["score"]) == tiny.n_edges(11, window)
+    assert check_store(batch)["problems"] == []  # V12: nothing that is not finite is stored
 
 
 @pytest.mark.parametrize("mask", ["10111", "01101", "00000"])
@@ -166,6 +171,28 @@ def test_grouped_heads_of_a_real_model_score_and_move_what_their_group_holds(
         assert row.ov.o_reads[0] == pytest.approx(float(rows[output] @ moved.float()), abs=1e-5)
 
 
+@pytest.mark.parametrize("family", [f for f in tiny.MODELS if f not in ("gpt2", "gpt_neox")])
+def test_every_grouped_family_reads_heads_in_order(family: str) -> None:
+    """V05: queries [1, 2], keys [1, 0] and [0, 1], values [1, 2] and [3, 4]; QK-norm and the norm
+    behind attention scale all heads alike."""
+    q = torch.tensor([1.0, 2.0]).expand(1, 4, 2)
+    k, v = torch.eye(2)[None], torch.tensor([[[1.0, 2.0], [3.0, 4.0]]])
+    hf = tiny.by_hand(family, q, k, v, d_model=8)
+    with torch.no_grad():
+        tiny.outputs_of(hf).copy_(torch.eye(8))
+        bias = hf.model.layers[0].self_attn.o_proj.bias
+        if bias is not None:
+            bias.zero_()
+    model = load_model(hf)
+    prompt = captured(model, [0])[0]
+    assert prove(model).worst <= 1e-5
+    found = scores(model, prompt).flatten()
+    torch.testing.assert_close(found / found[0], torch.tensor([1.0, 1.0, 2.0, 2.0]))
+    block = prompt.layers[0].block[0]
+    wanted = torch.tensor([1.0, 2.0, 1.0, 2.0, 3.0, 4.0, 3.0, 4.0])
+    torch.testing.assert_close(block / block[0], wanted)
+
+
 def prompt_sigma(model: LoadedModel, *tokens: int) -> float:
     """The frozen scale of the final norm at the last position."""
     found = capture(model, *pad([tokens]), layers=[], sites=[len(model.layers)])[0]
@@ -184,6 +211,57 @@ def test_rotary_pairs_the_halves_of_a_head(tmp_path: Path) -> None:
     row = store.edge(0, Edge(0, 0, 1, 0))
     assert row.score == pytest.approx(math.sin(1) / 2, abs=1e-6)
     assert row.totals[1, 1] == pytest.approx(row.score, abs=1e-6)
+
+
+ROTARY = [family for family in tiny.MODELS if family != "gpt2"]
+NORMED = ("qwen3", "gemma3_text")
+
+
+@pytest.mark.parametrize("family", ROTARY)
+def test_every_rotary_family_pairs_the_halves_of_what_it_rotates(
+    family: str, tmp_path: Path
+) -> None:
+    """V07: token 0 has key e2, token 1 query e0; QK-norm makes both twice as long."""
+    q, k = torch.zeros(2, 2, 4), torch.zeros(2, 2, 4)
+    q[1, :, 0] = k[0, :, 2] = 1.0
+    q[0], k[1] = 1.0, 1.0
+    changes: dict[str, Any] = {
+        "llama": {"rope_parameters": THETA},
+        "gpt_neox": {"rotary_pct": 1.0},
+        "gemma2": {"query_pre_attn_scalar": 4, "attn_logit_softcapping": None},
+        "gemma3_text": {"query_pre_attn_scalar": 4},
+    }.get(family, {})
+    hf = tiny.by_hand(family, q, k, **changes)
+    store = headattr.attribute(hf, {0: "tokens"}, [[0, 1]], tmp_path / "out", edges="all")
+    for head in (0, 1):
+        row = store.edge(0, Edge(0, head, 1, 0))
+        wanted = math.sin(1) / 2 * (4 if family in NORMED else 1)
+        assert row.score == pytest.approx(wanted, rel=1e-4)
+        assert row.totals[0, 0] == pytest.approx(wanted, rel=1e-4)
+
+
+@pytest.mark.parametrize("part", [0.25, 0.5, 1.0])
+def test_neox_rotates_a_part_of_each_head_and_lets_the_rest_pass(
+    part: float, tmp_path: Path
+) -> None:
+    """Of 8 dimensions the first 2, 4 or 8: dimension 0 turns by the distance, and pairs with the
+    one half of that part on; dimension 7 turns only where all are rotated."""
+    rotated = int(8 * part)
+    for dim, partner, wanted in (
+        (0, 0, math.cos(3)),
+        (0, rotated // 2, math.sin(3)),
+        (7, 7, math.cos(3e-3) if part == 1 else 1.0),
+    ):
+        q, k = torch.zeros(2, 2, 8), torch.zeros(2, 2, 8)
+        q[..., dim], k[..., partner] = 1.0, 1.0
+        hf = tiny.by_hand("gpt_neox", q, k, rotary_pct=part)
+        out = tmp_path / f"{dim}-{partner}"
+        store = headattr.attribute(hf, {0: "tokens"}, [[0, 1, 0, 1]], out, edges="all")
+        row = store.edge(0, Edge(0, 1, 3, 0))
+        assert row.score == pytest.approx(wanted / 8**0.5, abs=1e-5)
+        assert store.edge(0, Edge(0, 1, 2, 2)).score == pytest.approx(
+            (dim == partner) / 8**0.5, abs=1e-6
+        )
 
 
 def test_rotary_leaves_what_it_does_not_rotate_and_turns_by_the_position() -> None:
@@ -289,6 +367,65 @@ def test_a_batch_beyond_the_original_context_equals_fresh_single_runs(
             assert found["pattern"] == pytest.approx(wanted.numpy(), abs=1e-5)
 
 
+def scaled(family: str, kind: str) -> Any:
+    """The tiny model of a family with an original context of 16, and windows that reach further."""
+    if family == "llama":
+        return roped(kind)
+    rope, changes = dict(ROPES[kind]), {"max_position_embeddings": 16 if kind == "dynamic" else 64}
+    if family in tiny.WINDOWS:
+        changes["sliding_window"] = 24
+    if family == "gpt_neox":  # 6 of 12 dimensions
+        changes["num_attention_heads"] = 2
+        rope["partial_rotary_factor"] = 0.5
+    if family in ("gpt_neox", "qwen2"):
+        rope = {name: v[:3] if name.endswith("_factor") and isinstance(v, list) else v
+                for name, v in rope.items()}  # fmt: skip
+    if family == "gemma3_text":
+        rope = {"sliding_attention": dict(THETA), "full_attention": rope}
+    return tiny.MODELS[family](rope_parameters=rope, **changes)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in ROPES if kind != "default"])
+@pytest.mark.parametrize("family", [family for family in ROTARY if family != "llama"])
+def test_every_family_is_rebuilt_beyond_its_original_context_under_any_scaling(
+    family: str, kind: str
+) -> None:
+    """V08, in one batch, against fresh single runs of the model's own eager attention."""
+    model, prompts = load_model(scaled(family, kind)), tiny.prompts(60, 9)
+    assert model.context == 64
+    assert prove(model).worst <= 1e-5
+    for tokens, prompt in zip(prompts, captured(model, *prompts), strict=True):
+        fresh = scaled(family, kind)
+        fresh.set_attn_implementation("eager")
+        with torch.no_grad():
+            own = fresh(input_ids=torch.tensor([tokens]), output_attentions=True).attentions
+        for layer, kept in prompt.layers.items():
+            errors = layer_errors(model.family.head_weights(model.hf, layer), kept)
+            assert errors.worst <= 1e-5
+            torch.testing.assert_close(kept.pattern, own[layer][0], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in ROPES if kind != "default"])
+def test_a_scaling_of_full_layers_leaves_sliding_ones_as_they_are(
+    kind: str, tmp_path: Path
+) -> None:
+    """Gemma 3 has a rotary embedding a kind of layer; layers 0 and 2 slide."""
+    hf, tokens = scaled("gemma3_text", kind), tiny.prompts(50)[0]
+    plain = tiny.gemma3(
+        sliding_window=24,
+        rope_parameters={"sliding_attention": dict(THETA), "full_attention": dict(THETA)},
+    )
+    found, wanted = (captured(load_model(model), tokens)[0].layers for model in (hf, plain))
+    for layer in (0, 2):
+        assert all(map(torch.equal, found[layer].rotary, wanted[layer].rotary))  # pyright: ignore
+    assert (found[1].rotary.cos - wanted[1].rotary.cos).abs().max() > 1e-2  # pyright: ignore
+    store = headattr.attribute(
+        hf, {1: tiny.sae(), 2: tiny.sae(layer=2)}, [tokens], tmp_path / "out"
+    )
+    assert store.set_aside == []
+    assert check_store(store)["problems"] == []
+
+
 # ---- backends and dtypes ----------------------------------------------------------------------
 
 
@@ -389,6 +526,55 @@ def test_a_bfloat16_model_runs_as_a_float32_copy(pair: int, wanted: float) -> No
     assert {p.dtype for p in hf.parameters()} == {torch.bfloat16}
     assert all(torch.equal(state[name], tensor) for name, tensor in hf.state_dict().items())
     assert torch.equal(hf.model.rotary_emb.inv_freq, frequencies)
+
+
+def by_cast(family: str, folder: Path) -> Any:
+    return tiny.MODELS[family](**LONG.get(family, {"max_position_embeddings": 300})).to(
+        torch.bfloat16
+    )
+
+
+def by_loading(family: str, folder: Path) -> Any:
+    """As transformers gives a bfloat16 checkpoint: its factor of embeddings is made in bfloat16."""
+    by_cast(family, folder).save_pretrained(folder)
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+
+
+def folder_of(family: str, folder: Path) -> str:
+    by_cast(family, folder).save_pretrained(folder)
+    return str(folder)
+
+
+LONG = {"gpt2": {"n_positions": 300}}
+
+
+@pytest.mark.parametrize("given", [by_cast, by_loading, folder_of])
+@pytest.mark.parametrize("family", tiny.MODELS)
+def test_a_bfloat16_model_of_any_family_is_its_weights_in_float32(
+    family: str, given: Callable[[str, Path], Any], tmp_path: Path
+) -> None:
+    """V13: bit by bit what the same weights give that were upcast by hand, over 270 positions:
+    neither rotary frequencies nor Gemma's factor are those of bfloat16."""
+    source = given(family, tmp_path)
+    model = load_model(source, device="cpu")
+    kind = "checkpoint" if isinstance(source, str) else "model"
+    assert model.notes == (f"the bfloat16 {kind} runs as a float32 copy",)
+    upcast = tiny.MODELS[family](**LONG.get(family, {"max_position_embeddings": 300}))
+    weights = by_cast(family, tmp_path).state_dict()
+    upcast.load_state_dict({name: tensor.float() for name, tensor in weights.items()})
+    by_hand = load_model(upcast)
+    assert by_hand.notes == ()
+    assert model.hash() == by_hand.hash()
+    tokens = tiny.prompts(270)[0]
+    one, other = (captured(m, tokens, sites=[0])[0] for m in (model, by_hand))
+    assert torch.equal(one.resid[0], other.resid[0])
+    for layer in range(3):
+        for name in ("Q", "K", "V", "pattern", "block"):
+            found, wanted = (getattr(p.layers[layer], name) for p in (one, other))
+            assert found.dtype == torch.float32
+            assert torch.equal(found, wanted), name
+    if not isinstance(source, str):  # the user's model is as it was
+        assert {p.dtype for p in source.parameters()} == {torch.bfloat16}
 
 
 @pytest.mark.parametrize("kind", ROPES)

@@ -262,7 +262,7 @@ def test_a_prompt_beyond_65536_tokens_has_wide_keys(
     config = RunConfig("m", ("0=tokens",), "t", str(tmp_path))
     manifest = build_manifest(
         config,
-        model={"hash": "m"},
+        model={"hash": "m", "notes": []},
         sources=[source],
         plans=plans,
         prompts=[0, 1],
@@ -333,9 +333,15 @@ def test_the_code_in_format_md_prints_the_pairs_of_the_edge(
     exec(code[1], {})
     printed = [line.split() for line in capsys.readouterr().out.splitlines()]
     answer = query.edge(store, prompt, Edge(layer, head, q_pos, k_pos))
-    assert [[float(v), int(q), int(k)] for v, q, k in printed] == [
+    pairs = [[float(line[0]), *map(int, line[1:])] for line in printed if len(line) == 3]
+    assert pairs == [
         [pytest.approx(pair["value"]), pair["q_feature"]["id"], pair["k_feature"]["id"]]
         for pair in answer["qk"]["pairs"]
+    ]
+    ablations = [[int(line[0]), float(line[1])] for line in printed if len(line) == 2]
+    assert ablations == [
+        [feature["id"], pytest.approx(feature["ablation"])]
+        for feature in answer["qk"]["q_features"]
     ]
 
 

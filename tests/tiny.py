@@ -148,6 +148,87 @@ MODELS = {
 }
 
 
+def by_hand(
+    family: str,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor | None = None,
+    **changes: Any,
+) -> Any:
+    """One layer in which token t has query q[t], key k[t] and value v[t], each [token, head,
+    d_head], before any QK-norm and rotation; norms have unit gain."""
+    (tokens, heads, d_head), kv_heads = q.shape, k.shape[1]
+    own_width = family in ("gpt2", "gpt_neox", "qwen2")  # d_head is d_model / heads
+    d_model = changes.pop("d_model", heads * d_head if own_width else 16)
+    names = ("n_layer", "n_head", "n_embd") if family == "gpt2" else _WIDTHS
+    options = {**dict(zip(names, (1, heads, d_model), strict=True)), **changes}
+    if family not in ("gpt2", "gpt_neox"):
+        options["num_key_value_heads"] = kv_heads
+        options["head_dim"] = None if own_width else d_head
+    model = MODELS[family](**options)
+    embed = model.get_input_embeddings()
+    base, layer = _trunk(model)
+    with torch.no_grad():
+        for name, parameter in base.named_parameters():
+            if "norm" in name or "ln_" in name:
+                one = name.endswith("weight") and "gemma" not in family
+                parameter.fill_(1.0 if one else 0.0)
+        if family == "gpt2":
+            base.wpe.weight.zero_()
+        embed.weight[:tokens] = 10 * torch.eye(tokens, d_model)
+        norm = layer.ln_1 if family == "gpt2" else layer.input_layernorm
+        seen = norm(embed(torch.arange(tokens))).double()
+        v = torch.zeros_like(k) if v is None else v
+        # the weights that send what the norm gives for each token to its q, k and v
+        maps = [torch.linalg.pinv(seen) @ part.double().flatten(1) for part in (q, k, v)]
+        _set_projections(family, layer, [part.float() for part in maps], heads)
+    return model
+
+
+_WIDTHS = ("num_hidden_layers", "num_attention_heads", "hidden_size")
+
+
+def _trunk(model: Any) -> tuple[Any, Any]:
+    """The model without its head, and its first layer."""
+    name = next(n for n in ("transformer", "gpt_neox", "model") if hasattr(model, n))
+    base = getattr(model, name)
+    return base, (base.h if name == "transformer" else base.layers)[0]
+
+
+def _set_projections(family: str, layer: Any, maps: list[torch.Tensor], heads: int) -> None:
+    """`maps` [d_model, heads * d_head] of query, key and value, as the family keeps them."""
+    if family == "gpt2":
+        layer.attn.c_attn.weight.copy_(torch.cat(maps, 1))
+        layer.attn.c_attn.bias.zero_()
+    elif family == "gpt_neox":
+        fused = torch.stack([part.T.unflatten(0, (heads, -1)) for part in maps], 1)
+        layer.attention.query_key_value.weight.copy_(fused.flatten(0, 2))
+        layer.attention.query_key_value.bias.zero_()
+    else:
+        attention = layer.self_attn
+        for name, part in zip(("q_proj", "k_proj", "v_proj"), maps, strict=True):
+            getattr(attention, name).weight.copy_(part.T)
+            if getattr(attention, name).bias is not None:
+                getattr(attention, name).bias.zero_()
+
+
+def outputs_of(model: Any) -> Any:
+    """The weight of the first layer's output projection, as W_O [heads * d_head, d_model]."""
+    layer = _trunk(model)[1]
+    if hasattr(layer, "attn"):
+        return layer.attn.c_proj.weight
+    module = layer.attention.dense if hasattr(layer, "attention") else layer.self_attn.o_proj
+    return module.weight.T
+
+
+def still(model: Any) -> Any:
+    """The same model without rotation: every frequency is 0."""
+    for name, buffer in _trunk(model)[0].named_buffers():
+        if name.endswith("inv_freq"):
+            buffer.zero_()
+    return model
+
+
 WINDOWS: dict[str, tuple[int | None, ...]] = {
     "mistral": (WINDOW, WINDOW, WINDOW),
     "qwen2": (None, None, WINDOW),

@@ -34,6 +34,8 @@ class Rows(NamedTuple):
     """Weighted sums of the keys' kinds."""
     mean: Float[Tensor, "q_pos"]
     """E_A[s'], from the model's own scores."""
+    size: Float[Tensor, "q_pos"]
+    """E_A[|K|]."""
     entries: Float[Tensor, "active d_head"]
     """The keys' features, one row an active entry, by feature, then position."""
     ids: Int[Tensor, "active"]
@@ -82,6 +84,7 @@ def rows_of(
         ratio,
         einsum(weight, key.kinds, "q_pos k_pos, k_pos kind d -> q_pos kind d"),
         (pattern * weights.capped(scores)).sum(1),
+        pattern @ key.whole.norm(dim=-1),
         key.exact[positions[order], slot[order]],
         active_ids[order],
         positions[order],

@@ -17,10 +17,11 @@ from einops import einsum
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from headattr.attribution.qk import relative
+from headattr.attribution.qk import lengths, relative
 from headattr.attribution.sides import Projected, at_slots, strongest
 from headattr.basis.component import Reads
-from headattr.kernels.pair_topk.batched import PairTopK, topk_pairs
+from headattr.kernels.pair_topk.batched import PairTopK
+from headattr.kernels.pair_topk.dispatch import topk_pairs
 from headattr.model.head import HeadWeights
 
 _CHUNK = 1 << 24  # numbers of a temporary over all features of an output
@@ -100,7 +101,7 @@ def ov_head(
         rows,
         norms,
         (value.features @ triangle).norm(dim=-1),
-        (own_value @ triangle).norm(dim=-1),
+        lengths(own_value @ triangle, torch.finfo(own_value.dtype).eps),
         (value.whole - own_value).to(rows),
         scale,
     )
@@ -124,15 +125,25 @@ def ov_edges(
     if output.every:
         assert output.reads.pos_scale is not None
         scale = output.reads.pos_scale[q_pos]
-        R = head.rows.expand(len(q_pos), -1, -1)
-        n_o, size_r = torch.full_like(q_pos, len(head.rows)), head.norms * scale[:, None].abs()
+        lists, lengths, at = head.rows[None], q_pos.new_full((1,), len(head.rows)), q_pos * 0
+        R, size_r = head.rows.expand(len(q_pos), -1, -1), head.norms * scale[:, None].abs()
     else:
         scale = torch.ones_like(pattern)
+        lists, lengths, at = head.rows, output.reads.active.counts, q_pos
         R, size_r = head.rows[q_pos], head.norms[q_pos]
-        n_o = output.reads.active.counts[q_pos]
+    n_o = lengths[at]
     weight = (pattern * scale)[:, None]
     n_v = value.counts[k_pos]
-    pairs = topk_pairs(weight[:, None] * value.features[k_pos], R, n_v, n_o, topk)
+    pairs = topk_pairs(
+        value.features,
+        lists,
+        value.counts,
+        lengths,
+        topk,
+        left_at=k_pos,
+        right_at=at,
+        scale=weight[:, 0],
+    )
     reads = weight * einsum(R, value.whole[k_pos].to(R), "edge o d, edge d -> edge o")
     gap = einsum(R, head.missed[k_pos], "edge o d, edge d -> edge o") * scale[:, None]
     worst = relative(gap.abs(), size_r * head.own_written[k_pos, None])

@@ -18,7 +18,8 @@ from torch import Tensor
 from headattr.attribution.ablation import ablations
 from headattr.attribution.contrast import Rows, differences, pair_contrasts, sizes
 from headattr.attribution.sides import Projected, at_slots, strongest
-from headattr.kernels.pair_topk.batched import PairTopK, topk_pairs
+from headattr.kernels.pair_topk.batched import PairTopK
+from headattr.kernels.pair_topk.dispatch import topk_pairs
 from headattr.model.head import HeadWeights
 
 Rank = Literal["value", "contrast"]
@@ -76,14 +77,17 @@ def qk_edges(
 ) -> QkEdges:
     """Attribute the edges (q_pos, k_pos) of one head.
 
-    completeness = |sum(totals) - score| / (scale |Q| |K|); contrast_completeness likewise, the
-    worse of both sides. `rank`: pairs and features are those of the largest |value| and |marginal|,
+    completeness = |sum(totals) - score| / (scale |Q| |K|); contrast_completeness, the worse of both
+    sides, is relative to scale |Q| (|K_j| + sum_j' A_ij' |K_j'|), for it compares j with the row.
+    `rank`: pairs and features are those of the largest |value| and |marginal|,
     or of the largest |contrast|.
     """
     query, key, scale = head.query, head.key, head.scale
     Q, K = head.Q[q_pos], head.K[k_pos]
     score = scale * (Q * K).sum(-1)
-    size = scale * Q.norm(dim=-1) * K.norm(dim=-1)
+    eps = torch.finfo(query.dtype).eps
+    q_norms, k_norms = lengths(head.Q, eps)[q_pos], lengths(head.K, eps)[k_pos]
+    size, row_size = scale * q_norms * k_norms, scale * q_norms * (k_norms + head.rows.size[q_pos])
     capped = head.weights.capped(score)
     totals = scale * einsum(
         query.kinds[q_pos], key.kinds[k_pos], "edge q_kind d, edge k_kind d -> edge q_kind k_kind"
@@ -106,7 +110,7 @@ def qk_edges(
         relative((totals.sum((1, 2)) - score).abs(), size),
         relative(totals[:, 0, 0], size),
         totals,
-        relative(torch.stack(gaps).abs().amax(0), size),
+        relative(torch.stack(gaps).abs().amax(0), row_size),
         found.q_kinds,
         found.k_kinds,
         pairs,
@@ -127,19 +131,20 @@ def _pairs(
 ) -> tuple[PairTopK, Float[Tensor, "edge k"]]:
     """The strongest pairs and their contrasts; values are the products whatever the rank."""
     query, key, scale, ids = head.query, head.key, head.scale, head.k_ids[k_pos]
-    left, n_q, n_k = scale * query.features[q_pos], query.counts[q_pos], key.counts[k_pos]
+    left, n_k = scale * query.features, key.counts[k_pos]
     if rank == "value":
-        pairs = topk_pairs(left, key.features[k_pos], n_q, n_k, topk)
+        pairs = topk_pairs(
+            left, key.features, query.counts, key.counts, topk, left_at=q_pos, right_at=k_pos
+        )
         return pairs, pair_contrasts(
             query, key, head.rows, scale, q_pos, k_pos, pairs.left, pairs.right, ids
         )
     slots = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
     slots = slots.masked_fill(slots >= n_k[:, None], -1)
     right = differences(key, head.rows, q_pos, k_pos, slots, ids).to(left)
-    found = topk_pairs(left, right, n_q, n_k, topk)
+    found = topk_pairs(left, right, query.counts, n_k, topk, left_at=q_pos)
     q_slots, k_slots = found.left.clamp(min=0).long(), found.right.clamp(min=0).long()
-    rows = torch.arange(len(ids), device=ids.device)[:, None]
-    products = left[rows, q_slots] * key.features[k_pos[:, None], k_slots]
+    products = left[q_pos[:, None], q_slots] * key.features[k_pos[:, None], k_slots]
     values = products.sum(-1).masked_fill(found.left < 0, 0)
     return found._replace(values=values), found.values
 
@@ -167,3 +172,9 @@ def share_sums(head: QkHead, allowed: Bool[Tensor, "q_pos k_pos"]) -> Float[Tens
 def relative(error: Float[Tensor, "*n"], size: Float[Tensor, "*n"]) -> Float[Tensor, "*n"]:
     """error / size, 0 where the error is 0."""
     return torch.where(error == 0, torch.zeros_like(error), error / size)
+
+
+def lengths(vectors: Float[Tensor, "pos d"], eps: float) -> Float[Tensor, "pos"]:
+    """Norms of a prompt's vectors; one below the rounding of the longest counts as that."""
+    found = vectors.norm(dim=-1)
+    return found.clamp(min=eps * float(found.max()))

@@ -120,7 +120,7 @@ def _regrow(
         )
     )
     # where a feature is all there is, nothing is left: not its rounding times a large ratio
-    parts = [norm.linear(rest).any(-1) / norm.sigma(rest) for rest in rests]
+    parts = [(1 / norm.sigma(rest)).where(norm.linear(rest).any(-1), 0) for rest in rests]
     return active.padded(norm.sigma(x)[active.positions] * torch.cat(parts))
 
 
@@ -154,7 +154,7 @@ def _head_normed(found: Projected, norm: Norm) -> Projected:
         norm.linear(found.kinds) / sigma[:, None, None],
         norm.linear(found.constant) / sigma[:, None],
         found.regrow,
-        sigma[:, None] / after,
+        (sigma[:, None] / after).where(after > 0, 0),
         found.dtype,
     )
 

@@ -89,8 +89,12 @@ def plain_basis(
     """A basis at `layer`, in the model's type and on its device."""
     given = plain.activations
     if not isinstance(given, list | tuple) or not all(isinstance(a, Tensor) for a in given):
+        found = type(given).__name__
+        if isinstance(given, list | tuple):
+            odd = next(item for item in given if not isinstance(item, Tensor))
+            found = f"{found} with a {type(odd).__name__}"
         raise DictionaryError(
-            f"plain activations are a {type(given).__name__}; expected a list with one tensor "
+            f"plain activations are a {found}; expected a list with one torch.Tensor "
             "[positions, features] a prompt"
         )
     if plain.directions.ndim != 2 or plain.directions.shape[1] != d_model:

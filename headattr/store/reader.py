@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headattr.edges import Edge, HeadId, position_problem
+from headattr.edges import Edge, HeadId, parse_head, position_problem
 from headattr.errors import StoreError, UsageError
 from headattr.store.columns import OV, Column, edge_columns
 from headattr.store.format import (
@@ -87,9 +87,10 @@ class Store:
             shard, start, stop = self._span(prompt)
             return shard.file["prompt/token"][start:stop].tolist()
 
-    def edges(self, prompt: int, head: HeadId) -> dict[str, NDArray[Any]]:
+    def edges(self, prompt: int, head: HeadId | str) -> dict[str, NDArray[Any]]:
         """Columns of a head's edges in one prompt: q_pos, k_pos, score, pattern, completeness,
         feature_share."""
+        head = parse_head(head)
         base = f"layer/{head.layer}"
         names = ("score", "pattern", "completeness", "feature_share")
         with self._reading(prompt):

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headattr.edges import HeadId
-from headattr.query import name_of
+from headattr.viewers.text import name_of
 
 _COLUMNS = 64
 _BLUE, _RED, _INK = "#2b6cb0", "#c05621", "#1a202c"

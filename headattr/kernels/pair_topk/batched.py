@@ -23,18 +23,27 @@ class PairTopK(NamedTuple):
 
 
 def topk_pairs(
-    left: Float[Tensor, "edge n d"],
-    right: Float[Tensor, "edge m d"],
-    n_left: Int[Tensor, "edge"],
-    n_right: Int[Tensor, "edge"],
+    left: Float[Tensor, "l n d"],
+    right: Float[Tensor, "r m d"],
+    n_left: Int[Tensor, "l"],
+    n_right: Int[Tensor, "r"],
     k: int,
+    *,
+    left_at: Int[Tensor, "edge"] | None = None,
+    right_at: Int[Tensor, "edge"] | None = None,
+    scale: Float[Tensor, "edge"] | None = None,
 ) -> PairTopK:
-    """The k pairs (a, b) of each edge with the largest |left_a . right_b|, a < n_left, b < n_right.
+    """The k pairs (a, b) of each edge with the largest |scale left_a . right_b|, a < n_left, b <
+    n_right.
 
-    Ties go to the lower left slot, then the lower right slot. Rows beyond n_left and n_right are
-    padding and may hold anything. Memory: one product an edge and pair, so the caller chunks the
-    edges.
+    Edge e has the left list `left_at[e]` and the right list `right_at[e]`, by default e itself;
+    `scale` is 1 by default. Ties go to the lower left slot, then the lower right slot. Rows beyond
+    n_left and n_right are padding and may hold anything. Memory: one product an edge and pair, so
+    the caller chunks the edges.
     """
+    left, n_left = (left, n_left) if left_at is None else (left[left_at], n_left[left_at])
+    right, n_right = (right, n_right) if right_at is None else (right[right_at], n_right[right_at])
+    left = left if scale is None else scale[:, None, None] * left
     edges, n, m = len(left), left.shape[1], right.shape[1]
     products = (left @ right.transpose(1, 2)).view(edges, n * m)
     magnitude = products.abs()
