@@ -198,7 +198,8 @@ def _run(config: RunConfig) -> int:
 
 
 def _estimate(config: Estimate) -> int:
-    from headattr.estimate import estimate_run, render_estimate
+    from headattr.estimate import estimate_run
+    from headattr.viewers.text import render_estimate
 
     _quiet()
     _print(estimate_run(config), config.json, render_estimate)

@@ -18,13 +18,8 @@ from headattr.basis.load import Sources
 from headattr.basis.sae import check_fit
 from headattr.basis.unembed import N_PREDICTED
 from headattr.config import RunConfig, SourceSpec
-from headattr.edges import (
-    TOP_MARGINALS,
-    EdgeRule,
-    listed_edges,
-    parse_edge_rule,
-    token_filter,
-)
+from headattr.edges import EdgeRule, listed_edges, parse_edge_rule, token_filter
+from headattr.errors import DictionaryError
 from headattr.inputs import inputs_of
 from headattr.model.load import DTYPES, LoadedModel
 from headattr.model.outline import outline_model
@@ -34,6 +29,7 @@ from headattr.stopwatch import Sizes, forward_seconds, layer_seconds
 from headattr.store.columns import OV, Column, edge_columns
 from headattr.store.format import slot_type
 from headattr.store.writer import LayerPlan
+from headattr.tables import TOP_MARGINALS
 
 _GUESSED_L0 = 64
 _PROCESS = 700e6
@@ -53,6 +49,15 @@ class _Source(NamedTuple):
     about: SourceInfo
     l0: int
     width: int
+    encoder: bool = True
+    """Can it be read by its encoder?"""
+
+    def check_read(self, read: str) -> None:
+        """As the basis itself: no encoder reads without an encoder."""
+        if read == "encoder" and not self.encoder:
+            raise DictionaryError(
+                f"{self.about.name} has no linear encoder to read with; use --read decoder"
+            )
 
 
 def estimate_run(config: RunConfig) -> dict[str, Any]:
@@ -122,7 +127,8 @@ def _source(model: LoadedModel, spec: SourceSpec, assumed: list[str]) -> _Source
     if l0 is None:
         l0 = min(_GUESSED_L0, width)
         assumed.append(f"{name}: {l0} active features a position (its configuration does not say)")
-    return _Source(spec.layer, about("sae", spec.layer, width, name, sae.prepend_bos), l0, width)
+    found = about("sae", spec.layer, width, name, sae.prepend_bos)
+    return _Source(spec.layer, found, l0, width, sae.architecture != "matching_pursuit")
 
 
 def _count_edges(
@@ -280,31 +286,3 @@ def _seconds(
     }
     parts["total"] = sum(parts.values())
     return {name: round(value, 1) for name, value in parts.items()}
-
-
-def render_estimate(answer: dict[str, Any]) -> str:
-    """The estimate as text for a terminal."""
-    memory, seconds = answer["memory"], answer["seconds"]
-    at_most = "" if answer["edges_are"] == "exact" else "at most "
-    parts = ", ".join(f"{k} {_bytes(v)}" for k, v in memory.items() if k != "peak")
-    times = ", ".join(f"{k} {v:.0f}" for k, v in seconds.items() if k != "total")
-    lines = [
-        f"{at_most}{answer['edges']:,} edges: {answer['prompts']} prompts of {answer['tokens']:,} "
-        f"tokens in all, {answer['heads']} heads",
-        f"  store: {at_most}{_bytes(answer['bytes'])} ({answer['bytes_per_edge']} bytes an edge)",
-        f"  memory at its peak: {at_most or 'about '}{_bytes(memory['peak'])} ({parts}, and the "
-        "process)",
-        f"  time: {at_most or 'about '}{seconds['total']:.0f} s on this machine as busy as it is "
-        f"now ({times})",
-    ]
-    if answer["set_aside"]:
-        lines.append(f"  {answer['set_aside']} prompts will be set aside")
-    return "\n".join([*lines, *(f"  assumed: {line}" for line in answer["assumed"])])
-
-
-def _bytes(value: float | int) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if value < 1000:
-            return f"{value:.0f} {unit}" if unit in ("B", "kB", "MB") else f"{value:.1f} {unit}"
-        value /= 1000
-    return f"{value:.1f} TB"

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from headattr.basis.component import ActiveFeatures
-from headattr.edges import Edge, HeadId, LayerTable, OvTable, parse_head, position_problem
+from headattr.edges import Edge, HeadId, parse_head, position_problem
 from headattr.errors import PromptError, UsageError
 from headattr.inputs import inputs_from_memory
 from headattr.model.capture import capture, pad
@@ -19,6 +19,7 @@ from headattr.plan import Run, label_lines, make_run
 from headattr.query import SourceNames, edge_answer, source_names
 from headattr.store.columns import OV, Column, edge_columns
 from headattr.store.rows import Active, EdgeRow, OvRow
+from headattr.tables import LayerTable, OvTable
 
 
 def explain_edge(

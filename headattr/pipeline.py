@@ -15,15 +15,7 @@ from numpy.typing import NDArray
 
 from headattr.attribution.layer import LayerTask, attribute_layer, swallow_attention
 from headattr.basis.component import ActiveFeatures
-from headattr.edges import (
-    HeadId,
-    LayerTable,
-    as_float32,
-    non_finite_column,
-    parse_edge_rule,
-    select_edges,
-    token_filter,
-)
+from headattr.edges import HeadId, parse_edge_rule, select_edges, token_filter
 from headattr.errors import PromptError
 from headattr.inputs import inputs_from_memory
 from headattr.model.capture import PromptCapture, capture, pad
@@ -35,6 +27,7 @@ from headattr.store.manifest import begin
 from headattr.store.published import read_sidecar
 from headattr.store.reader import Store
 from headattr.store.writer import ActiveLists, LayerPlan, PromptResult, write_shard
+from headattr.tables import LayerTable, as_float32, non_finite_column
 from headattr.texts import SetAside
 
 

@@ -22,11 +22,12 @@ from headattr.attribution.sides import Projected, prepare, project
 from headattr.basis.plain import plain_basis
 from headattr.basis.sae import from_object
 from headattr.basis.tokens import token_basis
-from headattr.edges import Edge, HeadId, LayerTable
+from headattr.edges import Edge, HeadId
 from headattr.interventions import RemoveFeature
 from headattr.model.capture import PromptCapture, capture, pad
 from headattr.model.load import LoadedModel, load_model
 from headattr.store.check import check_store
+from headattr.tables import LayerTable
 
 RANKS = ("value", "contrast")
 BY_TURNS = [(family, RANKS[i % 2]) for i, family in enumerate(tiny.MODELS)]

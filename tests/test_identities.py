@@ -23,12 +23,13 @@ from headattr.attribution.reference import (
 from headattr.basis.sae import from_object
 from headattr.basis.tokens import token_basis
 from headattr.basis.unembed import unembed_output
-from headattr.edges import Edge, LayerTable
+from headattr.edges import Edge
 from headattr.model.capture import PromptCapture, capture, pad
 from headattr.model.head import HeadWeights
 from headattr.model.load import LoadedModel, load_model
 from headattr.model.proof import TOLERANCE, prove
 from headattr.model.table import proven_errors
+from headattr.tables import LayerTable
 
 LENGTHS = (9, 14, 1, 40)
 SAES = (

@@ -31,7 +31,6 @@ from headattr.edges import (
     Edge,
     EdgeRule,
     HeadId,
-    LayerTable,
     parse_edge_rule,
     parse_heads,
     select_edges,
@@ -51,6 +50,7 @@ from headattr.store.format import (
 from headattr.store.manifest import begin, build_manifest
 from headattr.store.reader import Store, open_store
 from headattr.store.writer import ActiveLists, LayerPlan, PromptResult, write_shard
+from headattr.tables import LayerTable
 
 LENGTHS = (9, 14, 1, 40, 5, 22, 3, 17, 30, 2)
 TEXTS = tiny.prompts(*LENGTHS)

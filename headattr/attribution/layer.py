@@ -23,10 +23,10 @@ from headattr.attribution.ov import (
 from headattr.attribution.qk import QkHead, Rank, qk_edges, share_sums
 from headattr.attribution.sides import Prepared, Projected, prepare, project
 from headattr.basis.component import Components, Reads
-from headattr.edges import TOP_MARGINALS, LayerTable, OvTable
 from headattr.model.capture import LayerCapture
 from headattr.model.head import HeadWeights
 from headattr.model.proof import layer_errors
+from headattr.tables import TOP_MARGINALS, LayerTable, OvTable
 
 SINK_RATIO = 10.0
 """A position whose residual norm is over this many medians swallows attention."""

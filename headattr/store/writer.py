@@ -10,7 +10,6 @@ import hdf5plugin
 import numpy as np
 from numpy.typing import NDArray
 
-from headattr.edges import LayerTable
 from headattr.errors import StoreError
 from headattr.store.columns import OV, Column, edge_columns
 from headattr.store.format import (
@@ -29,6 +28,7 @@ from headattr.store.format import (
     slot_type,
     write_json,
 )
+from headattr.tables import LayerTable
 
 
 class ActiveLists(NamedTuple):

@@ -78,3 +78,31 @@ def name_of(feature: dict[str, Any]) -> str:
     if feature["kind"] == "token":
         return f"token {feature['id'] if label is None else repr(label)}"
     return f"{feature['id']}" + (f" {label!r}" if label else "")
+
+
+def render_estimate(answer: dict[str, Any]) -> str:
+    """The estimate as text for a terminal."""
+    memory, seconds = answer["memory"], answer["seconds"]
+    at_most = "" if answer["edges_are"] == "exact" else "at most "
+    parts = ", ".join(f"{k} {_bytes(v)}" for k, v in memory.items() if k != "peak")
+    times = ", ".join(f"{k} {v:.0f}" for k, v in seconds.items() if k != "total")
+    lines = [
+        f"{at_most}{answer['edges']:,} edges: {answer['prompts']} prompts of {answer['tokens']:,} "
+        f"tokens in all, {answer['heads']} heads",
+        f"  store: {at_most}{_bytes(answer['bytes'])} ({answer['bytes_per_edge']} bytes an edge)",
+        f"  memory at its peak: {at_most or 'about '}{_bytes(memory['peak'])} ({parts}, and the "
+        "process)",
+        f"  time: {at_most or 'about '}{seconds['total']:.0f} s on this machine as busy as it is "
+        f"now ({times})",
+    ]
+    if answer["set_aside"]:
+        lines.append(f"  {answer['set_aside']} prompts will be set aside")
+    return "\n".join([*lines, *(f"  assumed: {line}" for line in answer["assumed"])])
+
+
+def _bytes(value: float | int) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if value < 1000:
+            return f"{value:.0f} {unit}" if unit in ("B", "kB", "MB") else f"{value:.1f} {unit}"
+        value /= 1000
+    return f"{value:.1f} TB"
