@@ -153,22 +153,25 @@ def run_and_exit() -> None:
 
 
 def _no_command(arguments: list[str]) -> int:
-    asked = not arguments or bool({"-h", "--help"} & set(arguments))
+    """General help, or help on the commands that begin as asked; exit code 2 for what is none."""
     if arguments[:1] == ["--version"]:
         from importlib.metadata import version
 
         print(f"headattr {version('headattr')}")
         return 0
+    words = [word for word in arguments if not word.startswith("-")]
+    named = {n: c for n, c in COMMANDS.items() if words and n.split()[0] == words[0]}
+    asked = not arguments or (bool({"-h", "--help"} & set(arguments)) and len(words) <= len(named))
     out = sys.stdout if asked else sys.stderr
     if not asked:
         print(
             f"headattr: there is no command {' '.join(arguments[:2])!r}; expected one of:", file=out
         )
-    else:
+    elif not named:
         print(
             "Why an attention head looks where it looks, and what it moves from there.\n", file=out
         )
-    for name, command in COMMANDS.items():
+    for name, command in (named or COMMANDS).items():
         print(f"  headattr {name:18} {(command.__doc__ or '').splitlines()[0]}", file=out)
     print("\n`headattr COMMAND --help` says more, with an example.", file=out)
     return 0 if asked else 2
