@@ -153,7 +153,7 @@ def run_and_exit() -> None:
 
 
 def _no_command(arguments: list[str]) -> int:
-    """General help, or help on the commands that begin as asked; exit code 2 for what is none."""
+    """The commands, those that begin as asked first; exit code 2 for what is none."""
     if arguments[:1] == ["--version"]:
         from importlib.metadata import version
 
@@ -167,11 +167,11 @@ def _no_command(arguments: list[str]) -> int:
         print(
             f"headattr: there is no command {' '.join(arguments[:2])!r}; expected one of:", file=out
         )
-    elif not named:
+    else:
         print(
             "Why an attention head looks where it looks, and what it moves from there.\n", file=out
         )
-    for name, command in (named or COMMANDS).items():
+    for name, command in {**named, **COMMANDS}.items():
         print(f"  headattr {name:18} {(command.__doc__ or '').splitlines()[0]}", file=out)
     print("\n`headattr COMMAND --help` says more, with an example.", file=out)
     return 0 if asked else 2
