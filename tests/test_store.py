@@ -835,6 +835,22 @@ def test_an_edited_shard_is_found_by_its_sums_even_where_its_hash_was_mended(
     assert any(found in problem for problem in problems), problems
 
 
+def test_a_capped_score_that_was_edited_is_found_by_its_score(tmp_path: Path) -> None:
+    model, prompts = tiny.gemma2(attn_logit_softcapping=1.5), tiny.prompts(9)
+    headattr.attribute(model, {1: tiny.sae(layer=1)}, prompts, tmp_path / "out", edges="all")
+    assert _problems(tmp_path / "out") == []
+    path = tmp_path / "out" / "shards" / "00000.h5"
+    with h5py.File(path, "r+") as file:
+        file["layer/1/score_capped"][3] += 0.01
+    sidecar = json.loads(path.with_suffix(".json").read_text())
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    sidecar.update(sha256=digest, bytes=path.stat().st_size)
+    path.with_suffix(".json").write_text(json.dumps(sidecar))
+    assert _problems(tmp_path / "out") == [
+        "shards/00000.h5 layer 1: score_capped is not the score under the cap of 1.5"
+    ]
+
+
 def test_an_edited_shard_is_found_by_its_hash(copy: Path) -> None:
     _edit(copy, EDITS["totals"][0], cover=False)
     assert _problems(copy) == [

@@ -153,6 +153,10 @@ def _check_layer(shard: Shard, plan: dict[str, Any], name: str, found: _Found) -
         rounding = _TOTALS_ROUNDING * np.abs(parts).sum(axes)
         if (gap > layer[errors][:].max(initial=0) * 1e3 + rounding).any():
             found.problems.append(f"{where}: {name} does not sum to the {total}")
+    if (cap := plan["softcap"]) is not None:
+        gap = np.abs(layer["score_capped"][:] - cap * np.tanh(layer["score"][:] / cap))
+        if (gap > _TOTALS_ROUNDING * cap).any():
+            found.problems.append(f"{where}: score_capped is not the score under the cap of {cap}")
     begin = shard.ptr[:-1].repeat(heads)[group]
     _check_slots(shard, plan, (begin + q_pos, begin + k_pos), where, found)
     found.completeness.append(layer["completeness"][:])
