@@ -140,8 +140,23 @@ def test_tables_sum_to_the_models_own_numbers(
         seen = [min(q + 1, task.weights.window or length) for q in range(length)]
         assert len(table.q_pos) == model.n_heads * sum(seen)
         assert _worst(table) <= TOLERANCE[model.dtype]
+        assert _worst_contrast(table, task) <= TOLERANCE[model.dtype]
         if dtype == "float32":
             WORST[family] = max(WORST.get(family, 0), _worst(table))
+
+
+def _worst_contrast(table: LayerTable, task: LayerTask) -> float:
+    """How far the contrasts of either side are from what they sum to, over scale |Q_i| |K_j| of
+    the edge itself."""
+    head = np.repeat(table.heads, np.diff(table.head_ptr))
+    group = [task.weights.kv_head(int(h)) for h in head]
+    Q = task.kept.Q[table.q_pos, head.astype(int)].double().norm(dim=-1).numpy()
+    K = task.kept.K[table.k_pos, group].double().norm(dim=-1).numpy()
+    gaps = [
+        np.abs(side.sum(1) - table.score_contrast)
+        for side in (table.q_contrast_totals, table.k_contrast_totals)
+    ]
+    return float((np.maximum(*gaps) / (task.kept.scale * Q * K)).max())
 
 
 @pytest.mark.parametrize(("family", "dtype"), product(tiny.MODELS, ("float32", "float64")))

@@ -78,16 +78,17 @@ def qk_edges(
     """Attribute the edges (q_pos, k_pos) of one head.
 
     completeness = |sum(totals) - score| / (scale |Q| |K|); contrast_completeness, the worse of both
-    sides, is relative to scale |Q| (|K_j| + sum_j' A_ij' |K_j'|), for it compares j with the row.
-    `rank`: pairs and features are those of the largest |value| and |marginal|,
-    or of the largest |contrast|.
+    sides, takes sum_j' A_ij' |K_j'| for |K_j| where that is larger, for it compares j with the row.
+    `rank`: pairs and features are those of the largest |value| and |marginal|, or of the largest
+    |contrast|.
     """
     query, key, scale = head.query, head.key, head.scale
     Q, K = head.Q[q_pos], head.K[k_pos]
     score = scale * (Q * K).sum(-1)
     eps = torch.finfo(query.dtype).eps
     q_norms, k_norms = lengths(head.Q, eps)[q_pos], lengths(head.K, eps)[k_pos]
-    size, row_size = scale * q_norms * k_norms, scale * q_norms * (k_norms + head.rows.size[q_pos])
+    size = scale * q_norms * k_norms
+    row_size = scale * q_norms * k_norms.maximum(head.rows.size[q_pos])
     capped = head.weights.capped(score)
     totals = scale * einsum(
         query.kinds[q_pos], key.kinds[k_pos], "edge q_kind d, edge k_kind d -> edge q_kind k_kind"
