@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from headattr.basis.component import SourceInfo
 from headattr.basis.formats.saelens import read_config
-from headattr.basis.load import Sources
+from headattr.basis.load import Sources, declared_bos
 from headattr.basis.sae import check_fit
 from headattr.basis.unembed import N_PREDICTED
 from headattr.config import RunConfig, SourceSpec
@@ -77,10 +77,7 @@ def estimate_run(config: RunConfig) -> dict[str, Any]:
     heads, _ = plan_heads(config, model, sources)
     layers = sorted({head.layer for head in heads})
     plans = [plan_layer(config, model, layer, heads, sources) for layer in layers]
-    declared = {s.about.name: s.about.prepend_bos for s in (*bases.values(), *outputs)}
-    bos = decide_bos(
-        model.tokenizer, config.bos, {n: b for n, b in declared.items() if b is not None}
-    )
+    bos = decide_bos(model.tokenizer, config.bos, declared_bos(distinct(sources)))
     prompts, aside = tokenize(model, inputs.texts.prompts, bos, truncate=config.truncate)
     rule = parse_edge_rule(config.edges)
     edges = _count_edges(config, rule, plans, prompts, heads)

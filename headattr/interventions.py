@@ -13,24 +13,21 @@ where the stream changes both. In all of these norms respond; a `marginal` has t
 """
 
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from headattr.basis.load import load_sources
+from headattr.basis.load import declared_bos, load_sources
 from headattr.changes import (
     AddFeature,
     AddVector,
     Change,
     EditScore,
     ForcePattern,
-    Planner,
     RemoveFeature,
     ScaleFeature,
     SwapFeature,
-    whole_number,
 )
 from headattr.edges import HeadId, parse_heads
 from headattr.errors import UsageError
@@ -38,6 +35,7 @@ from headattr.inputs import specs_from_memory
 from headattr.model.edits import ModelEdit, Outcome, run_edited
 from headattr.model.load import DTYPES, LoadedModel, load_model
 from headattr.model.tokens import decide_bos, tokenize
+from headattr.planner import Planner, whole_number
 from headattr.texts import texts_from_memory
 
 __all__ = [
@@ -66,14 +64,14 @@ def intervene(
     tokenizer: Any | None = None,
     bos: str = "auto",
     device: str = "auto",
-    dtype: Any = "float32",
+    dtype: Any = None,
     batch_size: int = 16,
 ) -> list[Outcome]:
     """Run the model once for every intervention - one change, or several at once - in batches.
 
-    `model` as in `attribute`, or what `load_model` gives, which saves loading it again and keeps
-    its own device and dtype. `prompt`: a text, or token ids, which are taken as they are. `basis`
-    as in `attribute`, for changes that name features.
+    `model` as in `attribute`, or what `load_model` gives, which saves loading it again; `dtype` is
+    float32 by default, or that of the loaded model. `prompt`: a text, or token ids, which are taken
+    as they are. `basis` as in `attribute`, for changes that name features.
 
     What is read: scores and pattern of `heads` (["L5H1", "L3H*"], or "all"), the residual stream at
     `sites` (L: resid_pre of layer L; the number of layers: the last output), and `logits`. Returns
@@ -81,13 +79,12 @@ def intervene(
     UsageError, before anything changed runs, for a change that cannot be made: a position beyond
     the prompt, a feature that is not active, an edge that is masked.
     """
+    loaded = model.dtype if isinstance(model, LoadedModel) else torch.float32
+    dtype = str(loaded).removeprefix("torch.") if dtype is None else dtype
     _check(bos=(bos, ("auto", "yes", "no")), dtype=(dtype, tuple(DTYPES)))
     if whole_number(batch_size, 1 << 31) in (None, 0):
         raise UsageError(f"batch_size is {batch_size!r}; expected a whole number, at least 1")
-    if not isinstance(model, LoadedModel):
-        model = load_model(model, tokenizer=tokenizer, device=device, dtype=dtype)
-    elif tokenizer is not None:
-        model = replace(model, tokenizer=tokenizer)
+    model = load_model(model, tokenizer=tokenizer, device=device, dtype=dtype)
     bases = load_sources(model, specs_from_memory(basis, "basis"), []).bases
     tokens = torch.tensor(_tokens(model, prompt, bos, bases), device=model.device)
     planner = Planner(model, tokens, bases)
@@ -123,12 +120,7 @@ def _check(**given: tuple[Any, tuple[str, ...]]) -> None:
 
 def _tokens(model: LoadedModel, prompt: Any, bos: str, bases: dict[int, Any]) -> tuple[int, ...]:
     texts = texts_from_memory([prompt])
-    declared = {
-        f"{basis.about.name} of layer {layer}": basis.about.prepend_bos
-        for layer, basis in bases.items()
-        if basis.about.prepend_bos is not None
-    }
-    decided = decide_bos(model.tokenizer, bos, declared)
+    decided = decide_bos(model.tokenizer, bos, declared_bos(bases.values()))
     found, aside = tokenize(model, texts.prompts, decided, truncate=False)
     if problems := [*texts.set_aside, *aside]:
         raise UsageError(f"the prompt cannot run: {problems[0].reason}")

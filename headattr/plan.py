@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from headattr.basis.load import Sources, load_sources
+from headattr.basis.load import Sources, declared_bos, load_sources
 from headattr.config import RunConfig, canonical_hash
 from headattr.edges import HeadId, listed_edges, parse_edge_rule, parse_heads, token_filter
 from headattr.errors import DictionaryError, UsageError
@@ -59,12 +59,7 @@ def make_run(config: RunConfig, inputs: Inputs, *, every_layer: bool = True) -> 
         if layer_plan.output is not None:
             distinct(sources)[layer_plan.output].check_read(config.read)
     proof = prove(model, None if every_layer else [layer_plan.layer for layer_plan in plans])
-    declared = {
-        f"{s.about.name} of layer {s.about.layer}": s.about.prepend_bos
-        for s in distinct(sources)
-        if s.about.prepend_bos is not None
-    }
-    bos = decide_bos(model.tokenizer, config.bos, declared)
+    bos = decide_bos(model.tokenizer, config.bos, declared_bos(distinct(sources)))
     prompts, aside = tokenize(model, inputs.texts.prompts, bos, truncate=config.truncate)
     lengths = {prompt.id: len(prompt.tokens) for prompt in prompts}
     _check_plain(sources, inputs)

@@ -1,6 +1,7 @@
 """How long the run's own code takes here and now, on random numbers of the run's sizes."""
 
 import time
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -12,6 +13,8 @@ from headattr.basis.component import ActiveFeatures, Components, Reads, decompos
 from headattr.model.capture import LayerCapture
 from headattr.model.head import HeadWeights, Norm
 
+_TIMED_LENGTH = 1024
+"""Tokens of a prompt at most, so that the timing stays a matter of seconds."""
 _ATTENTION = 1.5
 """A forward pass over its matrix products alone."""
 
@@ -48,8 +51,15 @@ def forward_seconds(parameters: int, tokens: int, dtype: torch.dtype) -> float:
     return _ATTENTION * parameters * tokens / speed
 
 
+@cache
 def layer_seconds(sizes: Sizes, topk: int, rank: Rank, dtype: torch.dtype) -> Cost:
-    """The cost of a layer, from three short runs of the attribution itself."""
+    """The cost of a layer, from three short runs of the attribution itself.
+
+    Of long prompts the first tokens are timed: a head's tables of every row grow with the square of
+    the length, the rest with the length.
+    """
+    longer = max(1.0, sizes.length / _TIMED_LENGTH)
+    sizes = sizes._replace(length=min(sizes.length, _TIMED_LENGTH))
     few, many = min(16, sizes.length), min(512, sizes.length * (sizes.length + 1) // 2)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -60,7 +70,8 @@ def layer_seconds(sizes: Sizes, topk: int, rank: Rank, dtype: torch.dtype) -> Co
         )
     edge = max(0.0, long - one) / max(1, many - few)
     head = max(0.0, two - one - few * edge)
-    return Cost(max(0.0, one - head - few * edge), head, edge)
+    prompt = max(0.0, one - head - few * edge)
+    return Cost(longer * prompt, longer**2 * head, longer * edge)
 
 
 def _time(sizes: Sizes, heads: int, edges: int, topk: int, rank: Rank, dtype: torch.dtype) -> float:

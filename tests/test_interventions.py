@@ -1296,3 +1296,12 @@ def test_changes_may_be_compared_hashed_and_shown() -> None:
         assert len(repr(change)) < 100
     assert copy.copy(ADD) != ADD
     assert RemoveFeature(1, 2, 3) == RemoveFeature(1, 2, 3)
+
+
+def test_a_loaded_model_runs_in_its_own_precision_and_refuses_another() -> None:
+    exact = headattr.load_model(tiny.llama(), dtype="float64")
+    outcome = headattr.intervene(exact, [1, 2, 3], [[]], logits=True)[0]
+    assert outcome.logits is not None
+    assert outcome.logits.dtype == torch.float64
+    with pytest.raises(UsageError, match=r"is in torch\.float64, and torch\.float32 is asked for"):
+        headattr.intervene(exact, [1, 2, 3], [[]], logits=True, dtype="float32")

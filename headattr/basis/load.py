@@ -3,6 +3,7 @@
 Whatever does not fit the model is refused before any forward pass.
 """
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -24,6 +25,15 @@ class Sources(NamedTuple):
     outputs: dict[int, Any]
     """By the layer at which each reads, n_layers being the last output; the unembedding comes after
     all, at n_layers + 1."""
+
+
+def declared_bos(sources: Iterable[Any]) -> dict[str, bool]:
+    """With or without BOS, as each dictionary that says so was trained; named with its layer."""
+    return {
+        f"{source.about.name} of layer {source.about.layer}": source.about.prepend_bos
+        for source in sources
+        if source.about.prepend_bos is not None
+    }
 
 
 def check_files(specs: list[SourceSpec]) -> None:

@@ -120,14 +120,14 @@ def load_model(
     """Load `model`: a Hugging Face object, folder, hub id, `.gguf` file, or a name (`demo`,
     `smollm2`, `gemma3-270m`).
 
-    What was loaded already is given back as it is, if it is in `dtype`. An object in another dtype
-    or on another device is copied, never changed. Raises
+    What was loaded already is given back as it is, if it is in `dtype` and on `device`. An object
+    in another dtype or on another device is copied, never changed. Raises
     UnsupportedModelError for a family that has no proven adapter or for weights that are packed,
     HeadattrError for files that are missing or broken.
     """
     _check_device(device)
     if isinstance(model, LoadedModel):
-        return _again(model, tokenizer, DTYPES[dtype])
+        return _again(model, tokenizer, device, DTYPES[dtype])
     if isinstance(model, nn.Module):
         family = family_of(model)
         hf, notes = _converted(model, DTYPES[dtype])
@@ -149,10 +149,17 @@ def load_model(
     return LoadedModel(hf, family, tokenizer, name, tuple(notes))
 
 
-def _again(model: LoadedModel, tokenizer: Any | None, dtype: torch.dtype) -> LoadedModel:
+def _again(
+    model: LoadedModel, tokenizer: Any | None, device: str, dtype: torch.dtype
+) -> LoadedModel:
+    """What was loaded before, if it is as it is asked for now."""
     if model.dtype != dtype:
         raise UsageError(
             f"the loaded model is in {model.dtype}, and {dtype} is asked for; load it in that"
+        )
+    if device != "auto" and torch.device(device).type != model.device.type:
+        raise UsageError(
+            f"the loaded model is on {model.device}, and {device} is asked for; load it there"
         )
     return model if tokenizer is None else dataclasses.replace(model, tokenizer=tokenizer)
 
