@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, ge
 
 import tyro
 
+from headattr.budget import parse_bytes
 from headattr.errors import UsageError
 
 RESULT_FREE = (
@@ -19,6 +20,7 @@ RESULT_FREE = (
     "out",
     "device",
     "batch_size",
+    "memory",
     "progress",
     "json",
 )
@@ -82,7 +84,10 @@ class RunConfig:
     device: str = "auto"
     """cpu, cuda, or auto."""
     batch_size: int = 8
-    """Prompts a forward pass."""
+    """Prompts a forward pass, at most."""
+    memory: str | None = None
+    """Working memory beside the loaded model and dictionaries, such as 8GiB; by default half of
+    what is free. Chunks follow from it, results do not."""
     progress: bool = True
     """Show progress on standard error."""
     json: Annotated[bool, tyro.conf.arg(help_behavior_hint="(default: False)")] = False
@@ -102,6 +107,8 @@ class RunConfig:
                 raise UsageError(
                     f"--{name} is {getattr(self, name)!r}; expected {' or '.join(choices)}"
                 )
+        if self.memory is not None:
+            parse_bytes(self.memory)
         for name in ("heads", "edges", "device"):
             if not isinstance(getattr(self, name), str):
                 raise UsageError(f"--{name} is {getattr(self, name)!r}; expected text")

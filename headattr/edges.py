@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -185,17 +185,16 @@ def select_edges(
     k_allowed: NDArray[np.bool_],
     mask: NDArray[np.bool_],
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Query and key positions of the kept edges of one head, in order.
+    """Query and key positions of the kept edges of one head, in order; of the rows given.
 
     `pattern` and `mask` (what may be attended) are [q_pos, k_pos]. `top` leaves flagged keys out,
-    unless `keep_sinks` or every position is flagged (a one-token prompt); ties go to the earlier
-    key.
+    unless `keep_sinks`; ties go to the earlier key.
     """
     kept = mask.copy()
     if rule.kind == "threshold":
         kept &= pattern >= rule.threshold
     elif rule.kind == "top":
-        if not keep_sinks and not flagged.all():
+        if not keep_sinks:
             kept &= ~flagged[None]
         if rule.m < kept.shape[1]:
             ranked = np.where(kept, pattern, -1.0)
@@ -206,3 +205,17 @@ def select_edges(
     kept &= q_allowed[:, None] & k_allowed[None]
     q_pos, k_pos = np.nonzero(kept)
     return q_pos, k_pos
+
+
+def same_edges(
+    q_pos: NDArray[np.int64], k_pos: NDArray[np.int64]
+) -> Callable[[int, range, NDArray[np.floating]], tuple[NDArray[np.int64], NDArray[np.int64]]]:
+    """Selects these edges, which are in order, in every head."""
+
+    def select(
+        head: int, rows: range, pattern: NDArray[np.floating]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        here = (q_pos >= rows.start) & (q_pos < rows.stop)
+        return q_pos[here], k_pos[here]
+
+    return select

@@ -1,20 +1,21 @@
 """One edge in memory: the same answer as a store's, with every active feature."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
+from headattr.attribution.layer import attribute_layer
 from headattr.basis.component import ActiveFeatures
-from headattr.edges import Edge, HeadId, parse_head, position_problem
+from headattr.batch import check_finite, layer_task
+from headattr.edges import Edge, HeadId, parse_head, position_problem, same_edges
 from headattr.errors import PromptError, UsageError
 from headattr.inputs import inputs_from_memory
 from headattr.model.capture import capture, pad
 from headattr.model.proof import TOLERANCE
 from headattr.model.tokens import Prompt
-from headattr.pipeline import checked_table, layer_task
 from headattr.plan import Run, label_lines, make_run
 from headattr.query import SourceNames, edge_answer, source_names
 from headattr.store.columns import OV, Column, edge_columns
@@ -53,22 +54,24 @@ def explain_edge(
     captured = capture(run.model, *pad([prompt.tokens]), layers=[edge.layer], sites=sites)[0]
     if isinstance(captured, PromptError):
         raise captured
-    actives = [source.active(captured) for source in run.source_list]
-    widest = max(int(active.counts.max()) for active in actives)
+    actives = {i: source.active(captured) for i, source in enumerate(run.source_list)}
+    widest = max(int(active.counts.max()) for active in actives.values())
     if layer_plan.every_output and layer_plan.output is not None:
         widest = max(widest, run.source_list[layer_plan.output].about.n_features)
     weights = run.model.family.head_weights(run.model.hf, edge.layer)
     task = layer_task(run, layer_plan, weights, prompt, captured, actives, top_marginals=widest)
-    task = replace(task, select=lambda head, pattern: (np.array([q_pos]), np.array([k_pos])))
-    table = checked_table(task, TOLERANCE[run.model.dtype])
+    task = replace(task, select=same_edges(np.array([q_pos]), np.array([k_pos])))
+    table = attribute_layer(replace(task, tolerance=TOLERANCE[run.model.dtype]))
+    for columns in (table, table.ov):
+        check_finite(edge.layer, {} if columns is None else columns._asdict())
     return _answer(run, prompt, edge, table, actives)
 
 
 def _answer(
-    run: Run, prompt: Prompt, edge: Edge, table: LayerTable, actives: Sequence[ActiveFeatures]
+    run: Run, prompt: Prompt, edge: Edge, table: LayerTable, actives: Mapping[int, ActiveFeatures]
 ) -> dict[str, Any]:
     layer_plan = run.plans[0]
-    at = [(_at(active, edge.q_pos), _at(active, edge.k_pos)) for active in actives]
+    at = [(_at(active, edge.q_pos), _at(active, edge.k_pos)) for active in actives.values()]
     output = layer_plan.output
     row = _row_of(
         table,

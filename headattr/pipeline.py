@@ -10,24 +10,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
-from headattr.attribution.layer import LayerTask, attribute_layer, swallow_attention
-from headattr.basis.component import ActiveFeatures
-from headattr.edges import HeadId, parse_edge_rule, select_edges, token_filter
+from headattr.batch import Advance, Batch, FailedPrompts, budget_of, rows_of_prompt
+from headattr.budget import Budget
 from headattr.errors import PromptError
 from headattr.inputs import inputs_from_memory
-from headattr.model.capture import PromptCapture, capture, pad
-from headattr.model.head import HeadWeights
-from headattr.model.proof import TOLERANCE
 from headattr.model.tokens import Prompt
 from headattr.plan import Run, label_lines, make_run
 from headattr.store.manifest import begin
 from headattr.store.published import read_sidecar
 from headattr.store.reader import Store
-from headattr.store.writer import ActiveLists, LayerPlan, PromptResult, write_shard
-from headattr.tables import LayerTable, as_float32, non_finite_column
+from headattr.store.writer import ShardWriter, new_shard
 from headattr.texts import SetAside
 
 
@@ -61,193 +53,66 @@ def execute(run: Run) -> Store:
     labels = {i: label_lines(source, run.model) for i, source in enumerate(run.source_list)}
     begin(folder, run.manifest, labels)
     by_id = {prompt.id: prompt for prompt in run.prompts}
+    budget = budget_of(run)
     with _progress(run) as advance:
         for entry in run.manifest["shards"]:
             prompts = [by_id[prompt] for prompt in entry["prompts"]]
             path = folder / "shards" / f"{entry['index']:05d}.h5"
             if read_sidecar(path, run.manifest["hash"])[0] is None:
-                results, aside = attribute_prompts(run, prompts, advance)
-                write_shard(
+                with new_shard(
                     path.parent,
                     entry["index"],
-                    results,
                     run.plans,
                     manifest_hash=run.manifest["hash"],
-                    set_aside=[item.as_dict() for item in aside],
-                )
+                    longest=max((len(prompt.tokens) for prompt in prompts), default=0),
+                ) as shard:
+                    attribute_prompts(run, budget, prompts, shard, advance)
             else:
-                advance(len(prompts) * len(run.plans))
+                advance(sum(rows_of_prompt(run, prompt) for prompt in prompts))
     return Store(folder)
 
 
 def attribute_prompts(
-    run: Run, prompts: Sequence[Prompt], advance: Any
-) -> tuple[list[PromptResult], list[SetAside]]:
-    """Capture, decompose and attribute some prompts; a prompt that cannot be run is set aside."""
-    results: list[PromptResult] = []
-    aside: list[SetAside] = []
-    layers = [layer_plan.layer for layer_plan in run.plans]
-    sites = sorted({source.layer for source in run.source_list})
-    for start in range(0, len(prompts), run.config.batch_size):
-        batch = prompts[start : start + run.config.batch_size]
-        found = capture(
-            run.model,
-            *pad([prompt.tokens for prompt in batch]),
-            layers=layers,
-            sites=sites,
-            ids_in_run=[prompt.id for prompt in batch],
-        )
-        for prompt, result in zip(batch, _attribute_batch(run, batch, found, advance), strict=True):
-            if isinstance(result, PromptError):
-                aside.append(SetAside(prompt.id, str(result)))
-            else:
-                results.append(result)
-    return results, aside
+    run: Run, budget: Budget, prompts: Sequence[Prompt], shard: ShardWriter, advance: Advance
+) -> None:
+    """Capture, decompose and attribute some prompts; one that cannot be run is set aside."""
 
+    def set_aside(prompt: Prompt, error: PromptError) -> None:
+        shard.set_aside.append(SetAside(prompt.id, str(error)).as_dict())
+        advance(rows_of_prompt(run, prompt))
 
-def _attribute_batch(
-    run: Run,
-    batch: Sequence[Prompt],
-    found: Sequence[PromptCapture | PromptError],
-    advance: Any,
-) -> list[PromptResult | PromptError]:
-    """One result a prompt. The layers are the outer loop: their folded weights are made once."""
-    tables: list[dict[int, LayerTable]] = [{} for _ in batch]
-    failed = {i: item for i, item in enumerate(found) if isinstance(item, PromptError)}
-    captures = {i: item for i, item in enumerate(found) if isinstance(item, PromptCapture)}
-    actives = {i: [s.active(captured) for s in run.source_list] for i, captured in captures.items()}
-    for layer_plan in run.plans:
-        weights = run.model.family.head_weights(run.model.hf, layer_plan.layer)
-        advance(len(batch) - len(captures))
-        for i, captured in captures.items():
-            advance(1)
-            if i in failed:
-                continue
-            task = layer_task(run, layer_plan, weights, batch[i], captured, actives[i])
+    fitting: list[Prompt] = []
+    for prompt in prompts:
+        try:
+            budget.check(len(prompt.tokens))
+            fitting.append(prompt)
+        except PromptError as error:
+            set_aside(prompt, error)
+    lengths = [len(prompt.tokens) for prompt in fitting]
+    for batch in budget.batches(lengths, run.config.batch_size):
+        left = [fitting[i] for i in batch]
+        while left:
+            before, work = len(shard.prompts), Batch(run, budget, left, shard, advance)
             try:
-                table = checked_table(task, TOLERANCE[run.model.dtype])
-                tables[i][layer_plan.layer] = as_float32(table)
-            except PromptError as error:
-                failed[i] = error
-    return [
-        failed[i] if i in failed else _result(run, batch[i], captures[i], actives[i], tables[i])
-        for i in range(len(batch))
-    ]
-
-
-def _result(
-    run: Run,
-    prompt: Prompt,
-    captured: PromptCapture,
-    actives: Sequence[ActiveFeatures],
-    tables: dict[int, LayerTable],
-) -> PromptResult:
-    pairs = zip(actives, run.source_list, strict=True)
-    lists = {i: _lists(active, captured, source) for i, (active, source) in enumerate(pairs)}
-    return PromptResult(
-        prompt.id,
-        prompt.tokens,
-        prompt.token_texts,
-        prompt.text,
-        prompt.extra,
-        prompt.truncated,
-        lists,
-        tables,
-    )
-
-
-def checked_table(task: LayerTask, tolerance: float) -> LayerTable:
-    """The table of one layer of one prompt; PromptError where it is not the model's, or not
-    finite."""
-    table = attribute_layer(task)
-    if not table.pattern_error <= tolerance:
-        raise PromptError(
-            f"the pattern of layer {table.layer} is off by {table.pattern_error:.1e} from the "
-            f"model's own; expected at most {tolerance:.0e}"
-        )
-    if name := non_finite_column(table):
-        raise PromptError(
-            f"non-finite numbers: {name} of layer {table.layer}; its activations are too large "
-            "for float32"
-        )
-    return table
-
-
-def layer_task(
-    run: Run,
-    layer_plan: LayerPlan,
-    weights: HeadWeights,
-    prompt: Prompt,
-    captured: PromptCapture,
-    actives: Sequence[ActiveFeatures],
-    **options: Any,
-) -> LayerTask:
-    """What to attribute in one layer of one prompt."""
-    layer, sources = layer_plan.layer, run.source_list
-    basis = sources[layer_plan.basis]
-    reads = None
-    if layer_plan.output is not None:
-        output = sources[layer_plan.output]
-        reads = output.reads(captured, actives[layer_plan.output], run.config.read)
-    return LayerTask(
-        weights,
-        captured.layers[layer],
-        basis.components(captured, actives[layer_plan.basis]),
-        basis.directions,
-        reads,
-        layer_plan.every_output,
-        tuple(layer_plan.heads),
-        _selector(run, layer_plan, prompt, swallow_attention(captured.layers[layer].resid_pre)),
-        run.config.topk,
-        run.config.rank,
-        **options,
-    )
-
-
-def _selector(run: Run, layer_plan: LayerPlan, prompt: Prompt, flagged: NDArray[np.bool_]) -> Any:
-    rule = parse_edge_rule(run.config.edges)
-    q_allowed = token_filter(run.config.q_token, prompt.token_texts)
-    k_allowed = token_filter(run.config.k_token, prompt.token_texts)
-    mask = np.tri(len(prompt.tokens), dtype=bool)
-    if layer_plan.window is not None:
-        mask &= ~np.tri(len(prompt.tokens), k=-layer_plan.window, dtype=bool)
-
-    def select(
-        head: int, pattern: NDArray[np.floating]
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        allowed = mask
-        if rule.kind == "file":
-            allowed = np.zeros_like(mask)
-            for q_pos, k_pos in run.listed.get((prompt.id, HeadId(layer_plan.layer, head)), []):
-                allowed[q_pos, k_pos] = True
-        return select_edges(
-            pattern,
-            rule,
-            flagged=flagged,
-            keep_sinks=run.config.keep_sinks,
-            q_allowed=q_allowed,
-            k_allowed=k_allowed,
-            mask=allowed,
-        )
-
-    return select
-
-
-def _lists(active: ActiveFeatures, captured: PromptCapture, source: Any) -> ActiveLists:
-    counted = ~swallow_attention(captured.resid[source.layer])
-    ptr, ids, acts = (part.cpu().numpy() for part in (active.ptr, active.ids, active.acts))
-    return ActiveLists(ptr, ids, acts, counted)
+                work.attribute()
+                break
+            except FailedPrompts as failed:  # the others are done again without them
+                shard.cut(before)
+                advance(-work.advanced)
+                for i, error in failed.errors.items():
+                    set_aside(left[i], error)
+                left = [prompt for i, prompt in enumerate(left) if i not in failed.errors]
 
 
 class _progress:
-    """A bar on standard error, over the tables to fill: one a prompt and layer."""
+    """A bar on standard error, over the rows of attention to attribute: one a query and head."""
 
     def __init__(self, run: Run) -> None:
         from tqdm import tqdm
 
         self.bar = tqdm(
-            total=len(run.prompts) * len(run.plans),
-            unit=" tables",
+            total=sum(rows_of_prompt(run, prompt) for prompt in run.prompts),
+            unit=" rows",
             file=sys.stderr,
             disable=not run.config.progress,
             leave=False,

@@ -10,6 +10,7 @@ import torch
 from headattr.attribution.layer import LayerTask, attribute_layer
 from headattr.attribution.qk import Rank
 from headattr.basis.component import ActiveFeatures, Components, Reads, decompose
+from headattr.edges import same_edges
 from headattr.model.capture import LayerCapture
 from headattr.model.head import HeadWeights, Norm
 
@@ -96,7 +97,7 @@ def _time(sizes: Sizes, heads: int, edges: int, topk: int, rank: Rank, dtype: to
         output=reads,
         every_output=False,
         heads=tuple(range(heads)),
-        select=lambda head, pattern: (chosen[0], chosen[1]),
+        select=same_edges(*chosen),
         topk=topk,
         rank=rank,
     )

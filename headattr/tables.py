@@ -1,5 +1,6 @@
 """The numpy tables that attribution fills and the store writes."""
 
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -86,27 +87,57 @@ class LayerTable(NamedTuple):
     ov: OvTable | None
 
 
-def non_finite_column(table: LayerTable) -> str | None:
+class EdgePart(NamedTuple):
+    """Finished edges of one head of one layer of one prompt, in order; columns by field of
+    `LayerTable` and `OvTable`."""
+
+    head: int
+    columns: dict[str, NDArray[Any]]
+    ov: dict[str, NDArray[Any]] | None
+
+
+class LayerFacts(NamedTuple):
+    """What a layer of a prompt has once; fields as in `LayerTable` and `OvTable`."""
+
+    layer: int
+    heads: NDArray[np.int32]
+    kinds: tuple[str, ...]
+    n_nonfinite: int
+    flagged: NDArray[np.bool_]
+    sink_share: NDArray[np.floating]
+    share_sums: NDArray[np.float64]
+    pattern_error: float
+    block_completeness: NDArray[np.floating] | None
+
+
+def table_of(facts: LayerFacts, parts: Sequence[EdgePart]) -> LayerTable:
+    """All parts of a layer as one table; there is at least one, which may be empty."""
+    counts = [
+        sum(len(part.columns["q_pos"]) for part in parts if part.head == head)
+        for head in facts.heads
+    ]
+    ov = None
+    if facts.block_completeness is not None:
+        moved = [part.ov for part in parts if part.ov is not None]
+        ov = OvTable(block_completeness=facts.block_completeness, **_joined(moved))
+    given: dict[str, Any] = facts._asdict()
+    del given["block_completeness"]
+    head_ptr = np.cumsum([0, *counts], dtype=np.int64)
+    return LayerTable(
+        head_ptr=head_ptr, ov=ov, **given, **_joined([part.columns for part in parts])
+    )
+
+
+def _joined(parts: Sequence[dict[str, NDArray[Any]]]) -> dict[str, Any]:
+    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+
+
+def non_finite(columns: Mapping[str, Any]) -> str | None:
     """The first column that holds NaN, infinity or a number beyond float32, in which the store
     keeps it."""
-    ov = {} if table.ov is None else table.ov._asdict()
-    for name, column in (*table._asdict().items(), *ov.items()):
+    for name, column in columns.items():
         if isinstance(column, np.ndarray) and column.dtype.kind == "f":
             largest = np.finfo(column.dtype if name == "share_sums" else np.float32).max
             if not (np.abs(column) <= largest).all():
                 return name
     return None
-
-
-def as_float32(table: LayerTable) -> LayerTable:
-    """The table with its numbers in float32, as the store keeps them; sums over edges stay."""
-
-    def narrow(columns: dict[str, Any]) -> dict[str, Any]:
-        return {
-            name: column.astype(np.float32)
-            for name, column in columns.items()
-            if isinstance(column, np.ndarray) and column.dtype.kind == "f" and name != "share_sums"
-        }
-
-    ov = None if table.ov is None else table.ov._replace(**narrow(table.ov._asdict()))
-    return table._replace(**narrow(table._asdict()), ov=ov)

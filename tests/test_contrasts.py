@@ -1,7 +1,8 @@
 """Why here and not elsewhere, and what removing a feature does: against the definition, against
 the model, and under everything that must not change them."""
 
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -16,13 +17,13 @@ from headattr import query
 from headattr.attribution import contrast, sides
 from headattr.attribution.contrast import rows_of
 from headattr.attribution.layer import LayerTask, attribute_layer
-from headattr.attribution.qk import QkEdges, QkHead, qk_edges
+from headattr.attribution.qk import QkBlock, QkEdges, qk_edges
 from headattr.attribution.reference import edge_tables
-from headattr.attribution.sides import Projected, prepare, project
+from headattr.attribution.sides import Projected, Side, prepare, project
 from headattr.basis.plain import plain_basis
 from headattr.basis.sae import from_object
 from headattr.basis.tokens import token_basis
-from headattr.edges import Edge, HeadId
+from headattr.edges import Edge, HeadId, same_edges
 from headattr.interventions import RemoveFeature
 from headattr.model.capture import PromptCapture, capture, pad
 from headattr.model.load import LoadedModel, load_model
@@ -61,7 +62,7 @@ def task_of(
         "output": None,
         "every_output": False,
         "heads": tuple(range(model.n_heads)),
-        "select": lambda head, pattern: np.nonzero(mask),
+        "select": same_edges(*np.nonzero(mask)),
         "topk": 12,
     }
     return LayerTask(**{**given, **options})
@@ -174,27 +175,49 @@ def test_contrasts_by_kind_are_the_definitions_and_sum_on_either_side(
 # ---- one vector for all keys -------------------------------------------------------------------
 
 
-def head_of(task: LayerTask, head: int, u: torch.Tensor, to: str) -> QkHead:
+@dataclass(frozen=True)
+class Shifted(Side):
+    """A key side with one vector added to every rotated key."""
+
+    u: torch.Tensor
+    kind: int
+    """The kind it is counted with; 0: the first feature of every position has it."""
+
+    @cached_property
+    def kinds(self) -> torch.Tensor:
+        kinds = self._seen(self.plain_kinds, None).clone()
+        kinds[:, self.kind] += self.u
+        return kinds
+
+    def vectors(self, entries: torch.Tensor) -> torch.Tensor:
+        first = self.prepared.components.active.slots[entries] == 0
+        return super().vectors(entries) + (first & (self.kind == 0))[:, None] * self.u
+
+    def at(self, positions: torch.Tensor) -> Projected:
+        found = super().at(positions)
+        exact = found.exact.clone()
+        exact[:, 0] += self.u * (self.kind == 0)
+        return replace(found, exact=exact)
+
+
+def head_of(task: LayerTask, head: int, u: torch.Tensor, to: str) -> QkBlock:
     """One head of a task, `u` added to every rotated key: counted with the `bias`, or with the
     first `feature` of every position."""
     prepared = prepare(task.weights, task.components, task.directions, task.kept.resid_pre)
     group, rotary = task.weights.kv_head(head), task.kept.rotary
-    query_side = project(task.weights, "query", head, prepared, rotary)
-    key = project(task.weights, "key", group, prepared, rotary)
-    exact, kinds = key.exact.clone(), key.kinds.clone()
-    kinds[:, 0 if to == "feature" else task.components.kinds.index("bias")] += u
-    if to == "feature":
-        exact[:, 0] += u
-    key: Projected = replace(key, exact=exact, kinds=kinds)
+    everywhere = torch.arange(len(prepared.sigma))
+    query = project(task.weights, "query", head, prepared, rotary).at(everywhere)
+    kind = 0 if to == "feature" else task.components.kinds.index("bias")
+    plain = project(task.weights, "key", group, prepared, rotary)
+    key = Shifted(**{f.name: getattr(plain, f.name) for f in fields(plain)}, u=u, kind=kind)
     Q, K = task.kept.Q[:, head].double(), task.kept.K[:, group].double() + u
-    scores = task.kept.scale * Q @ K.T
-    length = len(Q)
-    allowed = task.weights.allowed(torch.arange(length), length)
+    scale = task.kept.scale
+    scores = scale * Q @ K.T
+    allowed = task.weights.allowed(everywhere, len(Q))
     pattern = task.weights.pattern(scores[None], allowed)[0]
-    active = task.components.active
-    rows = rows_of(task.weights, key, active.ids, scores, pattern)
-    ids = active.padded(active.ids)
-    return QkHead(task.weights, query_side, key, Q, K, task.kept.scale, ids, rows)
+    rows = rows_of(task.weights, query, key, 0, scale, scores, pattern)
+    norms = Q.norm(dim=-1), K.norm(dim=-1)
+    return QkBlock(task.weights, query, key, Q, K, *norms, scale, rows)
 
 
 def everywhere(model: LoadedModel, length: int, *, seed: int = 0) -> Any:
@@ -478,7 +501,7 @@ def test_chunks_change_no_contrast_and_no_ablation(
     for numbers in (1, 333):
         monkeypatch.setattr(contrast, "_CHUNK", numbers)
         monkeypatch.setattr(sides, "_CHUNK", numbers)
-        small = attribute_layer(replace(task, chunk_numbers=numbers))
+        small = attribute_layer(replace(task, memory=numbers))
         for name in ("q_slots", "k_slots", "q_top", "k_top"):
             found, wanted = getattr(small, name), getattr(whole, name)
             assert np.array_equal(found[ranked], wanted[ranked]), name

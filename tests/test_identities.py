@@ -23,7 +23,7 @@ from headattr.attribution.reference import (
 from headattr.basis.sae import from_object
 from headattr.basis.tokens import token_basis
 from headattr.basis.unembed import unembed_output
-from headattr.edges import Edge
+from headattr.edges import Edge, same_edges
 from headattr.model.capture import PromptCapture, capture, pad
 from headattr.model.head import HeadWeights
 from headattr.model.load import LoadedModel, load_model
@@ -66,7 +66,7 @@ def _one_digit_up(error: float) -> float:
 def _every(weights: HeadWeights, length: int) -> Any:
     """Selects all edges that the mask of a layer allows."""
     allowed = weights.allowed(torch.arange(length), length).numpy()
-    return lambda head, pattern: np.nonzero(allowed)
+    return same_edges(*np.nonzero(allowed))
 
 
 def _edges(weights: HeadWeights) -> tuple[Edge, ...]:
@@ -386,7 +386,7 @@ def test_chunks_of_edges_do_not_change_a_bit_of_the_sets() -> None:
     output = from_object(tiny.sae(layer=2, seed=5), 2, **_fit(model))
     prompt = _captures(model)[3]
     whole = _attribute(model, prompt, 1, basis, output)[0]
-    small = _attribute(model, prompt, 1, basis, output, chunk_numbers=700)[0]
+    small = _attribute(model, prompt, 1, basis, output, memory=700)[0]
     for name in ("q_slots", "k_slots", "q_top", "k_top"):
         assert np.array_equal(getattr(whole, name), getattr(small, name))
     assert np.allclose(whole.values, small.values, atol=1e-6)

@@ -15,14 +15,15 @@ import pytest
 
 import headattr
 from headattr.attribution.layer import attribute_layer
+from headattr.batch import layer_task
 from headattr.cli import main
+from headattr.edges import same_edges
 from headattr.inputs import inputs_from_memory
 from headattr.interventions import RemoveFeature
 from headattr.model.capture import PromptCapture, capture, pad
 from headattr.model.embedded import cache_folder
 from headattr.model.load import load_model
 from headattr.model.proof import prove
-from headattr.pipeline import layer_task
 from headattr.plan import make_run
 
 pytestmark = pytest.mark.slow
@@ -124,11 +125,11 @@ def test_a_thousand_ablations_are_what_the_model_does_without_the_feature(
         prompt, weights = run.prompts[0], model.family.head_weights(model.hf, 12)
         captured = capture(model, *pad([prompt.tokens]), layers=[12], sites=[12])[0]
         assert isinstance(captured, PromptCapture)
-        actives = [source.active(captured) for source in run.source_list]
+        actives = {i: s.active(captured) for i, s in enumerate(run.source_list)}
         every = layer_task(run, run.plans[0], weights, prompt, captured, actives, top_marginals=32)
         rows = np.sort(random.choice(np.arange(1, len(prompt.tokens)), 12, replace=False))
         columns = np.array([random.integers(0, q + 1) for q in rows])
-        table = attribute_layer(replace(every, select=lambda head, pattern: (rows, columns)))  # noqa: B023
+        table = attribute_layer(replace(every, select=same_edges(rows, columns)))
         changes, heads = [], []
         for edge in random.choice(len(table.q_pos), 100, replace=True):
             side = random.choice(["q", "k"])

@@ -38,6 +38,7 @@ from headattr.edges import (
 )
 from headattr.errors import HeadattrError, PromptError, StoreError, UsageError
 from headattr.store.check import check_store
+from headattr.store.columns import EDGE
 from headattr.store.format import (
     decode_slots,
     encode_slots,
@@ -49,8 +50,8 @@ from headattr.store.format import (
 )
 from headattr.store.manifest import begin, build_manifest
 from headattr.store.reader import Store, open_store
-from headattr.store.writer import ActiveLists, LayerPlan, PromptResult, write_shard
-from headattr.tables import LayerTable
+from headattr.store.writer import ActiveLists, LayerPlan, PromptRecord, new_shard
+from headattr.tables import EdgePart, LayerFacts
 
 LENGTHS = (9, 14, 1, 40, 5, 22, 3, 17, 30, 2)
 TEXTS = tiny.prompts(*LENGTHS)
@@ -205,52 +206,36 @@ def test_keys_round_trip_and_sort_by_query_then_key(longest: int, dtype: Any) ->
     assert np.array_equal(np.argsort(keys, kind="stable"), np.lexsort((k_pos, q_pos)))
 
 
-def _long_prompt(length: int, prompt: int) -> PromptResult:
+def _long_prompt(length: int, prompt: int) -> tuple[PromptRecord, EdgePart, LayerFacts]:
     """A prompt with one head and three edges, the last at its end."""
-    q_pos = np.array([0, 5, length - 1])
-    k_pos = np.array([0, 3, length - 1])
-    zeros = np.zeros(3, np.float32)
-    slots = np.array([[0, -1]] * 3, np.int32)
-    sizes = ("q_marginals", "q_contrasts", "q_ablations", "k_marginals", "k_contrasts")
-    eight: dict[str, Any] = dict.fromkeys((*sizes, "k_ablations"), np.ones((3, 2), np.float32))
-    table = LayerTable(
+    slots, score = np.array([[0, -1]] * 3), np.array([1.0, 2, 3])
+    columns: dict[str, Any] = {
+        name: slots if column.kind in "qk" else np.zeros((3, 2) if column.kind != "scalar" else 3)
+        for name, column in EDGE.items()
+    }
+    columns["q_pos"], columns["k_pos"] = np.array([0, 5, length - 1]), np.array([0, 3, length - 1])
+    columns["score"], columns["pattern"] = score, np.ones(3)
+    columns["totals"] = score[:, None, None] * np.array([[1, 0], [0, 0]])
+    columns["k_contrast_totals"] = np.zeros((3, 3))
+    columns["values"] = np.array([[1, 0], [2, 0], [3, 0]])
+    facts = LayerFacts(
         layer=0,
         heads=np.array([0], np.int32),
-        head_ptr=np.array([0, 3]),
-        q_pos=q_pos,
-        k_pos=k_pos,
-        score=np.array([1, 2, 3], np.float32),
-        score_capped=np.array([1, 2, 3], np.float32),
-        score_contrast=zeros,
-        pattern=np.ones(3, np.float32),
-        completeness=zeros,
-        contrast_completeness=zeros,
-        feature_share=zeros,
         kinds=("token", "bias"),
-        totals=np.array([1, 2, 3], np.float32)[:, None, None]
-        * np.array([[1, 0], [0, 0]], np.float32),
-        q_contrast_totals=np.zeros((3, 2), np.float32),
-        k_contrast_totals=np.zeros((3, 3), np.float32),
-        values=np.array([[1, 0], [2, 0], [3, 0]], np.float32),
-        pair_contrasts=np.zeros((3, 2), np.float32),
-        q_slots=slots,
-        k_slots=slots,
-        q_top=slots,
-        k_top=slots,
         n_nonfinite=0,
         flagged=np.arange(length) == 0,
-        sink_share=np.ones((1, length), np.float32),
+        sink_share=np.ones((1, length)),
         share_sums=np.ones((1, 4)),
         pattern_error=0.0,
-        ov=None,
-        **eight,
+        block_completeness=None,
     )
     lists = ActiveLists(
         np.arange(length + 1), np.arange(length) % 7, np.ones(length), np.arange(length) > 0
     )
     tokens = (np.arange(length) % 7).tolist()
     shown = [f"<{token}>" for token in tokens]
-    return PromptResult(prompt, tokens, shown, None, {}, False, {0: lists}, {0: table})
+    record = PromptRecord(prompt, tokens, shown, None, {}, False, {0: lists})
+    return record, EdgePart(0, columns, None), facts
 
 
 @pytest.mark.parametrize(("length", "dtype"), [(65536, np.uint32), (65537, np.uint64)])
@@ -275,8 +260,13 @@ def test_a_prompt_beyond_65536_tokens_has_wide_keys(
     )
     out = tmp_path / "results"
     begin(out, manifest, {})
-    results = [_long_prompt(7, 0), _long_prompt(length, 1)]
-    write_shard(out / "shards", 0, results, plans, manifest_hash=manifest["hash"], set_aside=[])
+    with new_shard(
+        out / "shards", 0, plans, manifest_hash=manifest["hash"], longest=length
+    ) as shard:
+        for record, edges, facts in (_long_prompt(7, 0), _long_prompt(length, 1)):
+            shard.add_prompt(record)
+            shard.add_edges(0, edges)
+            shard.add_layer(facts)
     with open_store(out) as store:
         assert store.shards[0].file["layer/0/key"].dtype == dtype
         assert check_store(store)["problems"] == []

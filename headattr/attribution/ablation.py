@@ -7,9 +7,11 @@ sigma and, with QK-norm, the rms of the query or key are free to respond; the cl
 (i = j) one subtraction changes both, and both lists carry that joint effect.
 """
 
-from jaxtyping import Float, Int
+from einops import einsum
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from headattr.attribution.contrast import Ends
 from headattr.attribution.sides import Projected
 
 
@@ -17,8 +19,7 @@ def ablations(
     query: Projected,
     key: Projected,
     scale: float,
-    q_pos: Int[Tensor, "edge"],
-    k_pos: Int[Tensor, "edge"],
+    ends: Ends,
     *,
     q_slots: Int[Tensor, "edge top"],
     k_slots: Int[Tensor, "edge top"],
@@ -27,8 +28,9 @@ def ablations(
 
     In units of the score, before any cap: about minus the marginal. 0 where the slot is -1.
     """
-    of_query = _effects(query, key, scale, q_pos, k_pos, q_slots)
-    of_key = _effects(key, query, scale, k_pos, q_pos, k_slots)
+    diagonal = ends.q_pos == ends.k_pos
+    of_query = _effects(query, key, scale, ends.q_at, ends.k_at, diagonal, q_slots)
+    of_key = _effects(key, query, scale, ends.k_at, ends.q_at, diagonal, k_slots)
     return of_query, of_key
 
 
@@ -36,15 +38,16 @@ def _effects(
     side: Projected,
     other: Projected,
     scale: float,
-    pos: Int[Tensor, "edge"],
-    other_pos: Int[Tensor, "edge"],
+    at: Int[Tensor, "edge"],
+    other_at: Int[Tensor, "edge"],
+    diagonal: Bool[Tensor, "edge"],
     slots: Int[Tensor, "edge top"],
 ) -> Float[Tensor, "edge top"]:
     """The features are removed at `side`, and where the positions are one, at `other` as well."""
     kept = slots.clamp(min=0)
-    changed = side.without(pos, kept)
-    facing = other.whole[other_pos][:, None].expand_as(changed).clone()
-    diagonal = pos == other_pos
-    facing[diagonal] = other.without(pos[diagonal], kept[diagonal])
-    before = (side.whole[pos] * other.whole[other_pos]).sum(-1, keepdim=True)
-    return (scale * ((changed * facing).sum(-1) - before)).masked_fill(slots < 0, 0)
+    changed = side.without(at, kept)
+    after = einsum(changed, other.whole[other_at], "edge top d, edge d -> edge top")
+    also = other.without(other_at[diagonal], kept[diagonal])
+    after[diagonal] = (changed[diagonal] * also).sum(-1)
+    before = (side.whole[at] * other.whole[other_at]).sum(-1, keepdim=True)
+    return (scale * (after - before)).masked_fill(slots < 0, 0)

@@ -17,40 +17,50 @@ from einops import einsum
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from headattr.attribution.sides import Projected
+from headattr.attribution.lists import read_lists
+from headattr.attribution.sides import Projected, Side
 from headattr.model.head import HeadWeights
 
 _CHUNK = 1 << 21  # numbers of a temporary over rows and active entries
 
 
 class Rows(NamedTuple):
-    """What the keys of each query have in common, for one head."""
+    """What the keys of some queries, one after the other, have in common, for one head."""
 
-    weight: Float[Tensor, "q_pos k_pos"]
-    """A r, float64."""
-    ratio: Float[Tensor, "q_pos k_pos"]
+    start: int
+    """The first query's position."""
+    weight: Float[Tensor, "row k_pos"]
+    """A r, float64, as all of this."""
+    ratio: Float[Tensor, "row k_pos"]
     """r = s' / s."""
-    kinds: Float[Tensor, "q_pos kind d_head"]
+    kinds: Float[Tensor, "row kind d_head"]
     """Weighted sums of the keys' kinds."""
-    mean: Float[Tensor, "q_pos"]
+    mean: Float[Tensor, "row"]
     """E_A[s'], from the model's own scores."""
-    size: Float[Tensor, "q_pos"]
+    size: Float[Tensor, "row"]
     """E_A[|K|]."""
-    entries: Float[Tensor, "active d_head"]
-    """The keys' features, one row an active entry, by feature, then position."""
-    ids: Int[Tensor, "active"]
-    """Their features, ascending."""
-    positions: Int[Tensor, "active"]
-    """Ascending within a feature."""
+    features: Float[Tensor, "row column"]
+    """sum_j' A_ij' r_ij' scale * Q_i . K_j'[g] of every key feature, by column."""
+
+
+class Ends(NamedTuple):
+    """Edges of one head within a block of its table."""
+
+    q_pos: Int[Tensor, "edge"]
+    k_pos: Int[Tensor, "edge"]
+    q_at: Int[Tensor, "edge"]
+    """Row of the query in what is at hand of the query side."""
+    k_at: Int[Tensor, "edge"]
+    """Row of the key in what is at hand of the key side."""
 
 
 class Sizes(NamedTuple):
     """Marginals and contrasts of all components of some edges of one head, by slot."""
 
-    q_marginals: Float[Tensor, "edge slot"]
-    k_marginals: Float[Tensor, "edge slot"]
-    q_contrasts: Float[Tensor, "edge slot"]
-    k_contrasts: Float[Tensor, "edge slot"]
+    q_marginals: Float[Tensor, "edge q_slot"]
+    k_marginals: Float[Tensor, "edge k_slot"]
+    q_contrasts: Float[Tensor, "edge q_slot"]
+    k_contrasts: Float[Tensor, "edge k_slot"]
     q_kinds: Float[Tensor, "edge kind"]
     """Contrasts by kind of component."""
     k_kinds: Float[Tensor, "edge kind_plus_1"]
@@ -68,27 +78,44 @@ def cap_ratio(weights: HeadWeights, scores: Float[Tensor, "*edge"]) -> Float[Ten
 
 def rows_of(
     weights: HeadWeights,
-    key: Projected,
-    active_ids: Int[Tensor, "active"],
-    scores: Float[Tensor, "q_pos k_pos"],
-    pattern: Float[Tensor, "q_pos k_pos"],
+    query: Projected,
+    key: Side,
+    start: int,
+    scale: float,
+    scores: Float[Tensor, "row k_pos"],
+    pattern: Float[Tensor, "row k_pos"],
 ) -> Rows:
-    """Sum the keys of every row; `scores` and `pattern` are the model's own, float64."""
+    """Sum the keys of the rows of `query`, which begin at `start`; `scores` and `pattern` are the
+    model's own, float64, over the keys from 0 on."""
+    keys = scores.shape[1]
     ratio = cap_ratio(weights, scores)
     weight = pattern * ratio
-    slots = torch.arange(key.exact.shape[1], device=scores.device)
-    positions, slot = (slots < key.counts[:, None]).nonzero(as_tuple=True)
-    order = active_ids.argsort(stable=True)
     return Rows(
+        start,
         weight,
         ratio,
-        einsum(weight, key.kinds, "q_pos k_pos, k_pos kind d -> q_pos kind d"),
+        einsum(weight, key.kinds[:keys], "row k_pos, k_pos kind d -> row kind d"),
         (pattern * weights.capped(scores)).sum(1),
-        pattern @ key.whole.norm(dim=-1),
-        key.exact[positions[order], slot[order]],
-        active_ids[order],
-        positions[order],
+        pattern @ key.whole[:keys].norm(dim=-1),
+        _by_feature(key, weight, scale * query.whole),
     )
+
+
+def _by_feature(
+    key: Side, weight: Float[Tensor, "row k_pos"], Q: Float[Tensor, "row d_head"]
+) -> Float[Tensor, "row column"]:
+    """sum_j' weight_ij' Q_i . K_j'[g], some keys at a time."""
+    counts = key.prepared.components.active.counts
+    sums = weight.new_zeros(len(key.table), len(weight))
+    seen = weight.any(0).nonzero().flatten()
+    width = max(1, int(counts.max())) * max(len(weight), Q.shape[1])
+    for positions in seen.split(max(1, _CHUNK // width)):
+        some = key.at(positions)
+        products = some.exact.flatten(0, 1) @ Q.T
+        products = products.view(len(positions), -1, len(Q)) * weight[:, positions].T[:, None]
+        if len(sums):
+            sums.index_add_(0, some.columns.flatten(), products.flatten(0, 1))
+    return sums.T
 
 
 def sizes(
@@ -97,123 +124,95 @@ def sizes(
     rows: Rows,
     scale: float,
     capped: Float[Tensor, "edge"],
-    q_pos: Int[Tensor, "edge"],
-    k_pos: Int[Tensor, "edge"],
-    k_ids: Int[Tensor, "edge slot"],
+    ends: Ends,
 ) -> Sizes:
-    """Marginals (scale * Q_i[c] . K_j and scale * Q_i . K_j[d]) and contrasts of both sides.
-
-    `capped`: s'_ij of the edges; `k_ids`: the key features by slot, anything beyond the last.
-    """
-    K, Q = key.whole[k_pos], scale * query.whole[q_pos]
-    ratio = rows.ratio[q_pos, k_pos][:, None]
-    difference = ratio * K - rows.kinds.sum(1)[q_pos]
-    of_query = scale * query.exact[q_pos] @ torch.stack([K, difference], -1)
-    of_key = einsum(key.exact[k_pos], Q, "edge slot d, edge d -> edge slot")
-    inside = torch.arange(of_key.shape[1], device=q_pos.device) < key.counts[k_pos, None]
-    contrast = (ratio * of_key - _shared(query, rows, scale, q_pos, k_ids)).masked_fill(~inside, 0)
-    by_kind = ratio[..., None] * key.kinds[k_pos] - rows.kinds[q_pos]
-    k_kinds = einsum(by_kind, Q, "edge kind d, edge d -> edge kind")
+    """Marginals (scale * Q_i[c] . K_j and scale * Q_i . K_j[d]) and contrasts of both sides;
+    `capped`: s'_ij of the edges."""
+    q_at, k_at = ends.q_at, ends.k_at
+    K, Q = key.whole[k_at], scale * query.whole
+    ratio = rows.ratio[q_at, ends.k_pos][:, None]
+    mean = rows.kinds.sum(1)
+    of_query = scale * read_lists(query.exact, q_at, K)
+    of_mean = scale * einsum(query.exact, mean, "row slot d, row d -> row slot")
+    of_key = read_lists(key.exact, k_at, Q[q_at])
+    shared = rows.features[q_at[:, None], key.columns[k_at]] if len(rows.features.T) else 0
+    contrast = (ratio * of_key - shared).masked_fill(~key.inside[k_at], 0)
+    by_kind = ratio[..., None] * key.kinds[k_at] - rows.kinds[q_at]
+    k_kinds = einsum(by_kind, Q[q_at], "edge kind d, edge d -> edge kind")
+    q_kinds = einsum(query.kinds[q_at], ratio * K - mean[q_at], "edge kind d, edge d -> edge kind")
     here = contrast.sum(1)
-    elsewhere = k_kinds[:, 0] - here
     return Sizes(
-        of_query[..., 0],
+        of_query,
         of_key,
-        of_query[..., 1],
+        ratio * of_query - of_mean[q_at],
         contrast,
-        scale * einsum(query.kinds[q_pos], difference, "edge kind d, edge d -> edge kind"),
-        torch.cat([here[:, None], k_kinds[:, 1:], elsewhere[:, None]], 1),
-        capped - rows.mean[q_pos],
+        scale * q_kinds,
+        torch.cat([here[:, None], k_kinds[:, 1:], (k_kinds[:, 0] - here)[:, None]], 1),
+        capped - rows.mean[q_at],
     )
 
 
-def _shared(
-    query: Projected,
-    rows: Rows,
-    scale: float,
-    q_pos: Int[Tensor, "edge"],
-    k_ids: Int[Tensor, "edge slot"],
-) -> Float[Tensor, "edge slot"]:
-    """sum_j' A_ij' r_ij' scale * Q_i . K_j'[g] of each key feature g of each edge.
-
-    Row by row over all entries, summed by feature: what the edges of a row share is computed once.
-    """
-    if not len(rows.ids):
-        return query.whole.new_zeros(k_ids.shape)
-    features, inverse = rows.ids.unique_consecutive(return_inverse=True)
-    column = torch.searchsorted(features, k_ids).clamp(max=len(features) - 1)
-    used, row = q_pos.unique(return_inverse=True)
-    step = max(1, _CHUNK // len(rows.ids))
-    parts = []
-    for some in used.split(step):
-        products = rows.entries @ (scale * query.whole[some]).T
-        products *= rows.weight[some][:, rows.positions].T
-        sums = products.new_zeros(len(features), len(some))
-        parts.append(sums.index_add_(0, inverse, products).T)
-    return torch.cat(parts)[row[:, None], column]
-
-
 def differences(
+    side: Side,
     key: Projected,
     rows: Rows,
-    q_pos: Int[Tensor, "edge"],
-    k_pos: Int[Tensor, "edge"],
+    ends: Ends,
     slots: Int[Tensor, "edge n"],
-    ids: Int[Tensor, "edge n"],
 ) -> Float[Tensor, "edge n d_head"]:
     """r_ij K_j[g] - sum_j' A_ij' r_ij' K_j'[g] of some key features of each edge, float64.
 
-    `slots` of key features and their `ids`; rows of slot -1 are zero. Products of these with
-    scale * Q_i[f] are the contrasts of pairs.
+    `slots` of key features; rows of slot -1 are zero. Products of these with scale * Q_i[f] are
+    the contrasts of pairs.
     """
-    valid, length = slots >= 0, rows.weight.shape[1]
-    ends = (ids * length + q_pos[:, None])[valid]
-    wanted, which = ends.unique(return_inverse=True)
-    sums = _weighted_sums(rows, wanted % length, wanted // length)
-    here = key.exact[k_pos[:, None].expand_as(slots)[valid], slots[valid]]
-    ratio = rows.ratio[q_pos, k_pos][:, None].expand(ids.shape)[valid]
-    out = key.exact.new_zeros(*ids.shape, key.exact.shape[-1])
+    q_at, k_at = ends.q_at, ends.k_at
+    valid, rows_here = slots >= 0, len(rows.weight)
+    columns = key.columns[k_at].gather(1, slots.clamp(min=0))
+    places = (columns * rows_here + q_at[:, None])[valid]
+    wanted, which = places.unique(return_inverse=True)
+    sums = _weighted_sums(side, rows, wanted % rows_here, wanted // rows_here)
+    here = key.exact[k_at[:, None].expand_as(slots)[valid], slots[valid]]
+    ratio = rows.ratio[q_at, ends.k_pos][:, None].expand(slots.shape)[valid]
+    out = key.exact.new_zeros(*slots.shape, key.exact.shape[-1])
     out[valid] = ratio[:, None] * here - sums[which]
     return out
 
 
 def _weighted_sums(
-    rows: Rows, q_pos: Int[Tensor, "n"], ids: Int[Tensor, "n"]
+    side: Side, rows: Rows, row: Int[Tensor, "n"], columns: Int[Tensor, "n"]
 ) -> Float[Tensor, "n d_head"]:
-    """sum_j' A_ij' r_ij' K_j'[g] of some (i, g), over the entries of g at or before i."""
-    length = rows.weight.shape[1]
-    place = rows.ids * length + rows.positions
-    begin = torch.searchsorted(place, ids * length)
-    counts = torch.searchsorted(place, ids * length + q_pos, right=True) - begin
-    out = rows.entries.new_zeros(len(ids), rows.entries.shape[1])
-    budget = max(1, _CHUNK // max(1, rows.entries.shape[1]))
+    """sum_j' A_ij' r_ij' K_j'[g] of some (i, g), over the entries of g among the row's keys."""
+    prepared = side.prepared
+    length, entries = len(prepared.sigma), prepared.by_feature
+    place = columns * length
+    begin = torch.searchsorted(entries.place, place)
+    counts = torch.searchsorted(entries.place, place + rows.start + row, right=True) - begin
+    out = side.table.new_zeros(len(row), side.table.shape[1])
+    budget = max(1, _CHUNK // max(1, side.table.shape[1]))
     chunk = (counts.cumsum(0) - counts) // budget
     for part in (
-        torch.arange(len(ids), device=ids.device)[chunk == c] for c in chunk.unique().tolist()
+        torch.arange(len(row), device=row.device)[chunk == c] for c in chunk.unique().tolist()
     ):
         n = counts[part]
-        owner = torch.arange(len(part), device=ids.device).repeat_interleave(n)
+        owner = torch.arange(len(part), device=row.device).repeat_interleave(n)
         first = n.cumsum(0) - n
-        entry = begin[part][owner] + torch.arange(len(owner), device=ids.device) - first[owner]
-        weight = rows.weight[q_pos[part][owner], rows.positions[entry]]
-        summed = out.new_zeros(len(part), out.shape[1])
-        out[part] = summed.index_add_(0, owner, weight[:, None] * rows.entries[entry])
+        entry = begin[part][owner] + torch.arange(len(owner), device=row.device) - first[owner]
+        weight = rows.weight[row[part][owner], entries.place[entry] % length]
+        vectors = weight[:, None] * side.vectors(entries.order[entry])
+        out[part] = out.new_zeros(len(part), out.shape[1]).index_add_(0, owner, vectors)
     return out
 
 
 def pair_contrasts(
     query: Projected,
+    side: Side,
     key: Projected,
     rows: Rows,
     scale: float,
-    q_pos: Int[Tensor, "edge"],
-    k_pos: Int[Tensor, "edge"],
+    ends: Ends,
     q_slots: Int[Tensor, "edge k"],
     k_slots: Int[Tensor, "edge k"],
-    k_ids: Int[Tensor, "edge slot"],
 ) -> Float[Tensor, "edge k"]:
     """The contrast of each kept pair; 0 where there is none."""
-    ids = k_ids.gather(1, k_slots.clamp(min=0))
-    difference = differences(key, rows, q_pos, k_pos, k_slots, ids)
-    left = query.exact[q_pos[:, None], q_slots.clamp(min=0)]
+    difference = differences(side, key, rows, ends, k_slots)
+    left = query.exact[ends.q_at[:, None], q_slots.clamp(min=0)]
     return scale * einsum(left, difference, "edge k d, edge k d -> edge k")

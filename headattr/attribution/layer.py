@@ -1,32 +1,38 @@
-"""All edges of one layer of one prompt -> a LayerTable; the only loop over heads."""
+"""All edges of one layer of one prompt, block by block of queries; the only loop over heads.
 
-from collections.abc import Callable, Iterator
+Whatever grows with the square of the prompt, or with the edges, is there for one block of queries
+of one head at a time: scores, pattern, what a row's keys share, and the results, which are handed
+on as they come.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from numpy.typing import NDArray
 from torch import Tensor
 
 from headattr.attribution.contrast import rows_of
-from headattr.attribution.ov import (
-    OutputSide,
-    OvHead,
-    block_completeness,
-    output_side,
-    ov_edges,
-    ov_head,
-)
-from headattr.attribution.qk import QkHead, Rank, qk_edges, share_sums
-from headattr.attribution.sides import Prepared, Projected, prepare, project
+from headattr.attribution.ov import OvHead, block_completeness, output_side, ov_edges, ov_head
+from headattr.attribution.qk import QkBlock, Rank, lengths, qk_edges, share_sums
+from headattr.attribution.sides import Prepared, Side, prepare, project
 from headattr.basis.component import Components, Reads
+from headattr.errors import PromptError
 from headattr.model.capture import LayerCapture
 from headattr.model.head import HeadWeights
 from headattr.model.proof import layer_errors
-from headattr.tables import TOP_MARGINALS, LayerTable, OvTable
+from headattr.tables import (
+    TOP_MARGINALS,
+    EdgePart,
+    LayerFacts,
+    LayerTable,
+    table_of,
+)
 
 SINK_RATIO = 10.0
 """A position whose residual norm is over this many medians swallows attention."""
@@ -34,8 +40,15 @@ SINK_RATIO = 10.0
 _WORTH_THREADS = 1 << 29
 """Multiplications of one projection from which more than one thread pays."""
 
-Selector = Callable[[int, NDArray[np.floating]], tuple[NDArray[np.int64], NDArray[np.int64]]]
-"""(head, pattern [q_pos, k_pos]) -> query and key positions of its kept edges."""
+_MOST_ROWS, _MOST_EDGES = 128, 512
+"""Queries and edges at once, at most: more no longer stay in the processor's caches."""
+
+Selector = Callable[[int, range, NDArray[np.floating]], tuple[NDArray[np.int64], NDArray[np.int64]]]
+"""(head, query positions, their pattern [q_pos, k_pos], keys from 0 to the last query) -> query and
+key positions of the kept edges of these queries, in order."""
+
+Keep = Callable[[EdgePart], None]
+"""What is done with finished edges, in order."""
 
 
 @dataclass(frozen=True)
@@ -49,13 +62,16 @@ class LayerTask:
     output: Reads | None
     every_output: bool
     heads: tuple[int, ...]
+    """Ascending."""
     select: Selector
     topk: int
     rank: Rank = "value"
     """What pairs and kept features are the strongest by."""
     top_marginals: int = TOP_MARGINALS
-    chunk_numbers: int = 1 << 21
-    """Products held at once; bounds the memory, never the result."""
+    memory: int = 1 << 28
+    """Bytes for the temporaries of a block; bounds the memory, never the result."""
+    tolerance: float = math.inf
+    """How far the rebuilt pattern may be off before the prompt is refused."""
 
 
 def swallow_attention(resid_pre: Float[Tensor, "pos d_model"]) -> NDArray[np.bool_]:
@@ -67,10 +83,28 @@ def swallow_attention(resid_pre: Float[Tensor, "pos d_model"]) -> NDArray[np.boo
 
 
 def attribute_layer(task: LayerTask) -> LayerTable:
-    """Fill the table of one layer of one prompt."""
+    """The table of one layer of one prompt, whole."""
+    parts: list[EdgePart] = []
+    facts = stream_layer(task, parts.append, lambda rows: None)
+    return table_of(facts, parts)
+
+
+def stream_layer(task: LayerTask, keep: Keep, advance: Callable[[int], Any]) -> LayerFacts:
+    """Attribute one layer of one prompt, edges by head, then q_pos, then k_pos, handed to `keep` a
+    block at a time; what is left is what the prompt has once.
+
+    `advance` is told of the rows, one a query and head, as they are done. Raises PromptError where
+    the pattern is not the model's.
+    """
+    error = layer_errors(task.weights, task.kept).pattern
+    if not error <= task.tolerance:
+        raise PromptError(
+            f"the pattern of layer {task.weights.layer} is off by {error:.1e} from the model's "
+            f"own; expected at most {task.tolerance:.0e}"
+        )
     prepared = prepare(task.weights, task.components, task.directions, task.kept.resid_pre)
-    with _threads(prepared.directions.numel() * task.weights.W_Q.shape[-1]):
-        return _attribute(task, prepared)
+    with _threads(len(prepared.used) * task.weights.W_Q[0].numel()):
+        return _Layer(task, prepared, error, advance).stream(keep)
 
 
 @contextmanager
@@ -86,156 +120,202 @@ def _threads(multiplications: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _attribute(task: LayerTask, prepared: Prepared) -> LayerTable:
-    weights, kept = task.weights, task.kept
-    length = len(kept.resid_pre)
-    allowed = weights.allowed(torch.arange(length, device=kept.resid_pre.device), length)
-    pattern = _own_pattern(weights, kept, allowed)
-    output = None if task.output is None else output_side(task.output, every=task.every_output)
-    out_scale = weights.output_scale(kept.attn_out)
-    values = [project(weights, "value", g, prepared, None) for g in range(len(weights.W_V))]
-    flagged = swallow_attention(kept.resid_pre)
-    on_flagged = torch.from_numpy(flagged).to(pattern.device)
-    heads: list[dict[str, Any]] = []
-    key: tuple[int, Projected] | None = None
-    for head in task.heads:
-        group = weights.kv_head(head)
-        if key is None or key[0] != group:
-            key = (group, project(weights, "key", group, prepared, kept.rotary))
-        query = project(weights, "query", head, prepared, kept.rotary)
-        qk = _qk_head(task, head, query, key[1], allowed)
-        ov = None
-        if output is not None:
-            ov = ov_head(weights, head, values[group], kept.V[:, group], output, out_scale)
-        heads.append(_attribute_head(task, head, qk, ov, pattern[head]))
-        heads[-1]["share_sums"] = share_sums(qk, allowed)
-        heads[-1]["sink_share"] = pattern[head][:, on_flagged].sum(-1)
-    block = None if output is None else _block(task, values, pattern, output, out_scale)
-    return _table(task, heads, flagged, block)
+class _Rows:
+    """The queries start to stop of one head, over the keys 0 to stop: scores and pattern of the
+    model's own queries and keys, float64."""
+
+    def __init__(self, task: LayerTask, Q: Tensor, K: Tensor, start: int, stop: int) -> None:
+        device = Q.device
+        self.start, self.stop = start, stop
+        self.positions = torch.arange(start, stop, device=device)
+        self.allowed = task.weights.allowed(self.positions, stop)
+        self.scores = task.kept.scale * Q[start:stop] @ K[:stop].T
+        self.pattern = task.weights.pattern(self.scores[None], self.allowed)[0]
 
 
-def _own_pattern(weights: HeadWeights, kept: LayerCapture, allowed: Tensor) -> Tensor:
-    """The pattern of every head, from the model's own queries and keys."""
-    return weights.pattern(weights.scores(kept.Q, kept.K) * (kept.scale / weights.scale), allowed)
+class _Layer:
+    """One layer of one prompt at work."""
+
+    def __init__(
+        self, task: LayerTask, prepared: Prepared, error: float, advance: Callable[[int], Any]
+    ) -> None:
+        self.task, self.prepared, self.error, self.advance = task, prepared, error, advance
+        self.length, device = len(task.kept.resid_pre), task.kept.resid_pre.device
+        self.flagged = swallow_attention(task.kept.resid_pre)
+        self.on_flagged = torch.from_numpy(self.flagged).to(device)
+        self.scale = task.weights.output_scale(task.kept.attn_out)
+        self.output = (
+            None if task.output is None else output_side(task.output, every=task.every_output)
+        )
+        self.sink_share = np.zeros((len(task.heads), self.length), np.float64)
+        self.share_sums = np.zeros((len(task.heads), 4), np.float64)
+        self.n_nonfinite, self.has_edges = 0, False
+        self.rebuilt = torch.zeros_like(prepared.components.sparse_sum)
+
+    def stream(self, keep: Keep) -> LayerFacts:
+        """Every head, its groups one after the other."""
+        weights = self.task.weights
+        for group in range(len(weights.W_K)):
+            heads = [h for h in range(weights.n_heads) if weights.kv_head(h) == group]
+            asked = [head for head in heads if head in self.task.heads]
+            if asked or self.output is not None:
+                self._group(group, heads, asked, keep)
+        return self._facts()
+
+    def _group(self, group: int, heads: list[int], asked: list[int], keep: Keep) -> None:
+        """The heads that share one key and value head."""
+        task, kept, weights = self.task, self.task.kept, self.task.weights
+        exact = self.prepared.sigma.dtype
+        K = kept.K[:, group].to(exact)
+        key = project(weights, "key", group, self.prepared, kept.rotary) if asked else None
+        value = None
+        if self.output is not None:
+            value = project(weights, "value", group, self.prepared, None)
+        for head in heads:
+            Q = kept.Q[:, head].to(exact)
+            query = ov = None
+            if head in asked:
+                query = project(weights, "query", head, self.prepared, kept.rotary)
+                if value is not None and self.output is not None:
+                    own = kept.V[:, group]
+                    ov = ov_head(weights, head, value, own, self.output, self.scale)
+            for start in range(0, self.length, step := self._rows_at_once()):
+                rows = _Rows(task, Q, K, start, min(start + step, self.length))
+                if value is not None:
+                    written = weights.written[head].to(exact)
+                    self.rebuilt[start : rows.stop] += (
+                        rows.pattern @ value.whole[: rows.stop] @ written
+                    )
+                if query is not None and key is not None:
+                    self._attribute(head, query, key, ov, (Q, K), rows, keep)
+                    self.advance(rows.stop - rows.start)
+
+    def _attribute(
+        self,
+        head: int,
+        query: Side,
+        key: Side,
+        ov: OvHead | None,
+        own: tuple[Tensor, Tensor],
+        rows: _Rows,
+        keep: Keep,
+    ) -> None:
+        """What is known of every row, then the edges that are kept of them."""
+        task, weights, scale = self.task, self.task.weights, self.task.kept.scale
+        at, (start, stop) = task.heads.index(head), (rows.start, rows.stop)
+        features = scale * query.kinds[start:stop, 0] @ key.kinds[:stop, 0].T
+        self.share_sums[at] += share_sums(rows.scores, features, rows.allowed).cpu().numpy()
+        on_sinks = rows.pattern[:, self.on_flagged[:stop]].sum(-1)
+        self.sink_share[at, start:stop] = on_sinks.cpu().numpy()
+        chosen = task.select(head, range(start, stop), rows.pattern.cpu().numpy())
+        q_pos, k_pos = (torch.from_numpy(pos).to(self.on_flagged.device) for pos in chosen)
+        last = stop == self.length and head == task.heads[-1]
+        if not len(q_pos) and (self.has_edges or not last):
+            return  # a layer without edges has one empty part, which says how wide columns are
+        self.has_edges = True
+        (Q, K), eps = own, torch.finfo(self.prepared.dtype).eps
+        here = query.at(rows.positions)
+        shared = rows_of(weights, here, key, start, scale, rows.scores, rows.pattern)
+        norms = lengths(Q, eps)[start:stop], lengths(K, eps)
+        block = QkBlock(weights, here, key, Q[start:stop], K, *norms, scale, shared)
+        most = self._edges_kept()
+        for q_part, k_part in zip(q_pos.split(most), k_pos.split(most), strict=True):
+            pattern = rows.pattern[q_part - start, k_part]
+            keep(self._part(head, block, ov, pattern, q_part, k_part))
+
+    def _part(
+        self, head: int, block: QkBlock, ov: OvHead | None, pattern: Tensor, q: Tensor, k: Tensor
+    ) -> EdgePart:
+        """Some edges in chunks, those of one key together, put back in order."""
+        task = self.task
+        order = k.argsort(stable=True)
+        sizes = {"topk": task.topk, "top_marginals": task.top_marginals}
+        qk, moved = [], []
+        for some in order.split(self._edges_at_once(block, ov)):
+            qk.append(qk_edges(block, q[some], k[some], rank=task.rank, **sizes))
+            if ov is not None:
+                weight = pattern[some].to(self.prepared.dtype)
+                moved.append(ov_edges(ov, weight, q[some], k[some], **sizes))
+        back = order.argsort()
+        columns = _columns(qk, back, "q_slots", "k_slots")
+        self.n_nonfinite += int(columns.pop("n_nonfinite").sum())
+        columns |= {"q_pos": _numpy(q), "k_pos": _numpy(k), "pattern": _numpy(pattern)}
+        if not moved:
+            return EdgePart(head, columns, None)
+        written = _columns(moved, back, "v_slots", "o_slots")
+        del written["n_nonfinite"]
+        return EdgePart(head, columns, written)
+
+    def _rows_at_once(self) -> int:
+        """Queries a block, so that what is kept of each row fits."""
+        slots = self._slots()
+        d_head = self.task.weights.W_Q.shape[-1]
+        a_row = 8 * (10 * self.length + 3 * len(self.prepared.used) + 3 * slots * d_head)
+        return max(1, min(_MOST_ROWS, self.task.memory // 4 // a_row))
+
+    def _edges_kept(self) -> int:
+        """Edges whose results are held before they are handed on."""
+        kinds = len(self.prepared.components.kinds)
+        an_edge = 2 * (40 * self.task.topk + 4 * 8 * kinds * kinds + 100 * self.task.top_marginals)
+        return max(1, self.task.memory // 8 // an_edge)
+
+    def _edges_at_once(self, block: QkBlock, ov: OvHead | None) -> int:
+        """Edges a chunk, so that their temporaries fit."""
+        task, slots = self.task, self._slots()
+        d_head = task.weights.W_Q.shape[-1]
+        pairs = slots if task.rank == "contrast" else min(task.topk, slots * slots)
+        an_edge = 8 * (20 * slots + 4 * task.top_marginals * d_head + 3 * pairs * d_head)
+        an_edge += 16 * slots * d_head
+        if ov is not None:
+            wide = 6 * len(ov.table) if ov.output.every else 12 * d_head * self._reads()
+            an_edge += 4 * wide
+        return max(1, min(_MOST_EDGES, task.memory // 4 // an_edge))
+
+    def _slots(self) -> int:
+        counts = self.prepared.components.active.counts
+        return max(1, int(counts.max())) if len(counts) else 1
+
+    def _reads(self) -> int:
+        counts = None if self.task.output is None else self.task.output.active.counts
+        return max(1, int(counts.max())) if counts is not None and len(counts) else 1
+
+    def _facts(self) -> LayerFacts:
+        task, weights = self.task, self.task.weights
+        whole = None
+        if self.output is not None:
+            exact = self.rebuilt.dtype
+            constant = weights.block_constant(self.scale).to(exact)
+            rebuilt = self.rebuilt * self.scale[:, None].to(exact) + constant
+            block = task.kept.block
+            whole = _numpy(block_completeness(rebuilt.to(block), block, self.output))
+        return LayerFacts(
+            layer=weights.layer,
+            heads=np.array(task.heads, np.int32),
+            kinds=task.components.kinds,
+            n_nonfinite=self.n_nonfinite,
+            flagged=self.flagged,
+            sink_share=self.sink_share,
+            share_sums=self.share_sums,
+            pattern_error=self.error,
+            block_completeness=whole,
+        )
 
 
-def _qk_head(
-    task: LayerTask, head: int, query: Projected, key: Projected, allowed: Tensor
-) -> QkHead:
-    """What the edges of one head share; its own scores and pattern in float64."""
-    weights, kept, active = task.weights, task.kept, task.components.active
-    Q = kept.Q[:, head].to(query.exact)
-    K = kept.K[:, weights.kv_head(head)].to(query.exact)
-    scores = kept.scale * Q @ K.T
-    pattern = weights.pattern(scores[None], allowed)[0]
-    rows = rows_of(weights, key, active.ids, scores, pattern)
-    return QkHead(weights, query, key, Q, K, kept.scale, active.padded(active.ids), rows)
+_MOST_ROWS = 128
+_MOST_EDGES = 512
+"""More at once are slower: they no longer stay in the processor's caches."""
 
 
-def _attribute_head(
-    task: LayerTask,
-    head: int,
-    qk_head: QkHead,
-    writes: OvHead | None,
-    pattern: Float[Tensor, "q_pos k_pos"],
+def _columns(
+    chunks: Sequence[Any], back: Int[Tensor, "edge"], left: str, right: str
 ) -> dict[str, Any]:
-    """Edges of one head in chunks, as columns of tensors."""
-    edges = task.select(head, pattern.cpu().double().numpy())
-    q_all, k_all = (torch.from_numpy(pos).to(pattern.device) for pos in edges)
-    sizes = {"topk": task.topk, "top_marginals": task.top_marginals}
-    at_once = _edges_at_once(task, qk_head.query, writes)
-    qk, ov = [], []
-    for q_pos, k_pos in zip(q_all.split(at_once), k_all.split(at_once), strict=True):
-        qk.append(qk_edges(qk_head, q_pos, k_pos, rank=task.rank, **sizes))
-        if writes is not None:
-            ov.append(ov_edges(writes, pattern[q_pos, k_pos], q_pos, k_pos, **sizes))
-    return {"q_pos": q_all, "k_pos": k_all, "pattern": pattern[q_all, k_all], "qk": qk, "ov": ov}
-
-
-def _edges_at_once(task: LayerTask, query: Projected, writes: OvHead | None) -> int:
-    """Edges a chunk, so that the largest temporary stays within the budget."""
-    slots, d_head = query.exact.shape[1:]
-    wide = 0 if writes is None else writes.rows.shape[-2]
-    an_edge = max(slots * max(slots, wide), (slots + wide) * d_head, 1)
-    return max(1, task.chunk_numbers // an_edge)
-
-
-def _block(
-    task: LayerTask,
-    values: list[Projected],
-    pattern: Tensor,
-    output: OutputSide,
-    scale: Float[Tensor, "pos"],
-) -> NDArray[np.floating]:
-    """Check of the whole row: all heads, all allowed keys, all components, and M_i(b_O)."""
-    weights, block = task.weights, task.kept.block
-    rebuilt = torch.zeros_like(block)
-    for head in range(weights.n_heads):
-        whole = values[weights.kv_head(head)].whole.to(block)
-        rebuilt += pattern[head] @ whole @ weights.written[head]
-    rebuilt = rebuilt * scale[:, None] + weights.block_constant(scale)
-    return _numpy(block_completeness(rebuilt, block, output))
-
-
-def _table(
-    task: LayerTask,
-    heads: list[dict[str, Any]],
-    flagged: NDArray[np.bool_],
-    block: NDArray[np.floating] | None,
-) -> LayerTable:
-    counts = [len(found["q_pos"]) for found in heads]
-    qk = _columns([chunk for found in heads for chunk in found["qk"]])
-    ov_chunks = [chunk for found in heads for chunk in found["ov"]]
-    pairs = qk["pairs"]
-    return LayerTable(
-        layer=task.weights.layer,
-        heads=np.array(task.heads, np.int32),
-        head_ptr=np.cumsum([0, *counts], dtype=np.int64),
-        q_pos=_cat(heads, "q_pos"),
-        k_pos=_cat(heads, "k_pos"),
-        pattern=_cat(heads, "pattern"),
-        kinds=task.components.kinds,
-        values=pairs["values"],
-        q_slots=pairs["left"],
-        k_slots=pairs["right"],
-        **{name: column for name, column in qk.items() if name != "pairs"},
-        n_nonfinite=int(pairs["n_nonfinite"].sum()),
-        flagged=flagged,
-        sink_share=_numpy(torch.stack([found["sink_share"] for found in heads])),
-        share_sums=_numpy(torch.stack([found["share_sums"] for found in heads])),
-        pattern_error=layer_errors(task.weights, task.kept).pattern,
-        ov=None if block is None else _ov_table(_columns(ov_chunks), block),
-    )
-
-
-def _ov_table(ov: dict[str, Any], block: NDArray[np.floating]) -> OvTable:
-    pairs = ov["pairs"]
-    return OvTable(
-        pairs["values"],
-        pairs["left"],
-        pairs["right"],
-        ov["completeness"],
-        ov["v_top"],
-        ov["v_norms"],
-        ov["o_top"],
-        ov["o_reads"],
-        ov["o_totals"],
-        block,
-    )
-
-
-def _columns(chunks: list[Any]) -> dict[str, Any]:
-    """NamedTuples of tensors, concatenated field by field, as numpy."""
-    return {
-        name: _columns([getattr(chunk, name) for chunk in chunks])
-        if hasattr(getattr(chunks[0], name), "_fields")
-        else _numpy(torch.cat([getattr(chunk, name) for chunk in chunks]))
-        for name in chunks[0]._fields
-    }
-
-
-def _cat(heads: list[dict[str, Any]], name: str) -> NDArray[Any]:
-    return _numpy(torch.cat([found[name] for found in heads]))
+    """Fields of the chunks as numpy, the edges in their own order; `left` and `right` are what the
+    slots of the pairs are called."""
+    names = {"values": "values", "left": left, "right": right, "n_nonfinite": "n_nonfinite"}
+    fields = {name: [getattr(chunk, name) for chunk in chunks] for name in chunks[0]._fields}
+    pairs = fields.pop("pairs")
+    fields |= {column: [getattr(pair, field) for pair in pairs] for field, column in names.items()}
+    return {name: _numpy(torch.cat(parts)[back]) for name, parts in fields.items()}
 
 
 def _numpy(tensor: Tensor) -> NDArray[Any]:

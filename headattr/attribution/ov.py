@@ -10,33 +10,54 @@ et al. 2021, "A Mathematical Framework for Transformer Circuits"; head loadings:
 2025).
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
 from einops import einsum
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.nn.functional import pad
 
+from headattr.attribution.lists import read_lists
 from headattr.attribution.qk import lengths, relative
-from headattr.attribution.sides import Projected, at_slots, strongest
+from headattr.attribution.sides import Side, at_slots, strongest
 from headattr.basis.component import Reads
 from headattr.kernels.pair_topk.batched import PairTopK
 from headattr.kernels.pair_topk.dispatch import topk_pairs
 from headattr.model.head import HeadWeights
 
-_CHUNK = 1 << 24  # numbers of a temporary over all features of an output
+_CHUNK = 1 << 22  # numbers of a temporary over output features
 
 
-class OutputSide(NamedTuple):
+@dataclass(frozen=True)
+class OutputSide:
     """The output features of a layer's edges, ready to be read by any head."""
 
     reads: Reads
-    rows: Float[Tensor, "unique d_model"]
-    """Rows of the output features that are considered somewhere (all of them with `every`)."""
-    inverse: Int[Tensor, "active"]
+    used: Int[Tensor, "unique"]
+    """The output features that are considered somewhere (all of them with `every`)."""
+    columns: Int[Tensor, "active"]
+    """Of every active entry."""
     every: bool
     """`--outputs all`: every feature of the output at every position; slots are then feature
     ids."""
+
+    @cached_property
+    def norms(self) -> Float[Tensor, "unique"]:
+        """Of the rows."""
+        return self._by_part(lambda rows: rows.norm(dim=-1))
+
+    def pushed(self, W_O: Float[Tensor, "d_head d_model"]) -> Float[Tensor, "unique d_head"]:
+        """The rows through one head's output weights."""
+        return self._by_part(lambda rows: rows @ W_O.T)
+
+    def _by_part(self, work: Callable[[Tensor], Tensor]) -> Tensor:
+        rows = self.reads.rows
+        parts = [work(rows[ids]) for ids in self.used.split(max(1, _CHUNK // rows.shape[1]))]
+        return torch.cat(parts) if parts else work(rows[:0])
 
 
 class OvEdges(NamedTuple):
@@ -52,25 +73,23 @@ class OvEdges(NamedTuple):
 
 
 def output_side(reads: Reads, *, every: bool) -> OutputSide:
-    """Gather the output rows once for a prompt and layer."""
+    """What all heads share of the outputs, for a prompt and layer."""
     if every:
-        return OutputSide(reads, reads.rows, reads.active.ids, True)
-    unique, inverse = reads.active.ids.unique(return_inverse=True)
-    return OutputSide(reads, reads.rows[unique], inverse, False)
+        used = torch.arange(len(reads.rows), device=reads.rows.device)
+        return OutputSide(reads, used, reads.active.ids, True)
+    used, columns = reads.active.ids.unique(return_inverse=True)
+    return OutputSide(reads, used, columns, False)
 
 
 class OvHead(NamedTuple):
     """What all edges of one head share."""
 
-    value: Projected
+    value: Side
     output: OutputSide
-    rows: Float[Tensor, "*pos slot d_head"]
-    """W r_t of the head's `written` matrix: [pos, slot, d_head] over the active ones; with `every`
-    [feature, d_head], without their scale."""
-    norms: Float[Tensor, "*pos slot"]
-    """|r_t|, laid out as `rows`."""
-    written: Float[Tensor, "pos slot"]
-    """|W W_V N_j[g]| of every value feature."""
+    table: Float[Tensor, "unique d_head"]
+    """W r_t of the head's `written` matrix, without the reads' scale."""
+    written: Float[Tensor, "active_plus_1"]
+    """|W W_V N_j[g]| of every active value feature, and a 0."""
     own_written: Float[Tensor, "pos"]
     """|W v_j| of the model's own value vector."""
     missed: Float[Tensor, "pos d_head"]
@@ -79,32 +98,59 @@ class OvHead(NamedTuple):
     """What M_i multiplies a row by."""
 
 
+class _Lists(NamedTuple):
+    """The output features of some queries in one head."""
+
+    rows: Float[Tensor, "list slot d_head"]
+    sizes: Float[Tensor, "list slot"]
+    """|r_t|."""
+    counts: Int[Tensor, "list"]
+    at: Int[Tensor, "edge"]
+    """The list of each edge."""
+    scale: Float[Tensor, "edge"]
+    """What the list still has to be multiplied by."""
+
+
 def ov_head(
     weights: HeadWeights,
     head: int,
-    value: Projected,
+    value: Side,
     own_value: Float[Tensor, "pos d_head"],
     output: OutputSide,
     scale: Float[Tensor, "pos"],
 ) -> OvHead:
     """Project the output features into one head, and measure what its values write; `scale`: what
     the norm after attention multiplies a row by."""
-    rows, norms = output.rows @ weights.written[head].T, output.rows.norm(dim=-1)
-    if not output.every:
-        reads, inverse = output.reads, output.inverse
-        rows = reads.active.padded(rows[inverse] * reads.scale[:, None])
-        norms = reads.active.padded(norms[inverse] * reads.scale.abs())
-    triangle = weights.triangles[head].T
+    triangle, prepared = weights.triangles[head].T, value.prepared
+    # values are neither normed nor rotated: a feature writes its direction times its coefficient
+    written = (value.table.to(triangle) @ triangle).norm(dim=-1)
     return OvHead(
         value,
         output,
-        rows,
-        norms,
-        (value.features @ triangle).norm(dim=-1),
+        output.pushed(weights.written[head]),
+        pad(written[prepared.columns] * prepared.coefs.abs().to(written), (0, 1)),
         lengths(own_value @ triangle, torch.finfo(own_value.dtype).eps),
-        (value.whole - own_value).to(rows),
+        (value.whole - own_value).to(own_value),
         scale,
     )
+
+
+def _lists(head: OvHead, q_pos: Int[Tensor, "edge"]) -> _Lists:
+    output, reads = head.output, head.output.reads
+    if output.every:
+        assert reads.pos_scale is not None
+        rows, counts = head.table[None], q_pos.new_full((1,), len(head.table))
+        return _Lists(rows, output.norms[None], counts, q_pos * 0, reads.pos_scale[q_pos])
+    queries, at = q_pos.unique(return_inverse=True)
+    entries, inside = reads.active.entries(queries)
+    ones = torch.ones_like(q_pos, dtype=head.table.dtype)
+    if not len(output.columns):
+        empty = head.table.new_zeros(*entries.shape, head.table.shape[1])
+        return _Lists(empty, empty[..., 0], reads.active.counts[queries], at, ones)
+    scale = reads.scale[entries].where(inside, 0)
+    rows = head.table[output.columns[entries]] * scale[..., None]
+    sizes = output.norms[output.columns[entries]] * scale.abs()
+    return _Lists(rows, sizes, reads.active.counts[queries], at, ones)
 
 
 def ov_edges(
@@ -121,37 +167,32 @@ def ov_edges(
     completeness = |sum_g (g -> t) - r_t . w_ij| / (|r_t| |w_ij|), the worst over t, with w_ij from
     the model's own value vector.
     """
-    value, output, pattern = head.value, head.output, pattern * head.scale[q_pos]
-    if output.every:
-        assert output.reads.pos_scale is not None
-        scale = output.reads.pos_scale[q_pos]
-        lists, lengths, at = head.rows[None], q_pos.new_full((1,), len(head.rows)), q_pos * 0
-        R, size_r = head.rows.expand(len(q_pos), -1, -1), head.norms * scale[:, None].abs()
-    else:
-        scale = torch.ones_like(pattern)
-        lists, lengths, at = head.rows, output.reads.active.counts, q_pos
-        R, size_r = head.rows[q_pos], head.norms[q_pos]
-    n_o = lengths[at]
-    weight = (pattern * scale)[:, None]
-    n_v = value.counts[k_pos]
+    keys, k_at = k_pos.unique(return_inverse=True)
+    value, lists = head.value.at(keys), _lists(head, q_pos)
+    pattern = pattern * head.scale[q_pos]
+    n_v, n_o = value.counts[k_at], lists.counts[lists.at]
+    weight = pattern * lists.scale
     pairs = topk_pairs(
         value.features,
-        lists,
+        lists.rows,
         value.counts,
-        lengths,
+        lists.counts,
         topk,
-        left_at=k_pos,
-        right_at=at,
-        scale=weight[:, 0],
+        left_at=k_at,
+        right_at=lists.at,
+        scale=weight,
     )
-    reads = weight * einsum(R, value.whole[k_pos].to(R), "edge o d, edge d -> edge o")
-    gap = einsum(R, head.missed[k_pos], "edge o d, edge d -> edge o") * scale[:, None]
-    worst = relative(gap.abs(), size_r * head.own_written[k_pos, None])
-    written = pattern[:, None] * head.written[k_pos]
+    whole = value.whole.to(lists.rows)
+    reads = weight[:, None] * read_lists(lists.rows, lists.at, whole[k_at])
+    gap = read_lists(lists.rows, lists.at, head.missed[k_pos]) * lists.scale[:, None]
+    size = lists.sizes[lists.at] * lists.scale[:, None].abs()
+    worst = relative(gap.abs(), size * head.own_written[k_pos, None])
+    entries, inside = head.value.prepared.components.active.entries(keys)
+    written = pattern[:, None] * head.written[entries].where(inside, 0)[k_at]
     v_top, o_top = strongest(written, n_v, top_marginals), strongest(reads, n_o, top_marginals)
-    kept = R.gather(1, o_top.clamp(min=0)[..., None].expand(-1, -1, R.shape[-1]))
-    kinds = value.kinds[k_pos].to(R.dtype)
-    o_totals = einsum(weight[:, 0], kept, kinds, "edge, edge o d, edge kind d -> edge o kind")
+    kept = lists.rows[lists.at[:, None], o_top.clamp(min=0)]
+    kinds = value.kinds[k_at].to(kept)
+    o_totals = einsum(weight, kept, kinds, "edge, edge o d, edge kind d -> edge o kind")
     o_totals = o_totals.masked_fill((o_top < 0)[..., None], 0)
     return OvEdges(
         pairs,
@@ -169,19 +210,21 @@ def block_completeness(
 ) -> Float[Tensor, "pos"]:
     """|r_t . rebuilt - r_t . block| / (|r_t| |block|) of every position, the worst over its output
     features."""
-    gap, size = rebuilt - block, block.norm(dim=-1)
-    norms = output.rows.norm(dim=-1)
+    gap, size, rows = rebuilt - block, block.norm(dim=-1), output.reads.rows
     if output.every:
-        step = max(1, _CHUNK // max(1, len(output.rows)))
+        step = max(1, _CHUNK // max(1, len(rows)))
         worst = [
             relative(
-                (gap[i : i + step] @ output.rows.T).abs(), size[i : i + step, None] * norms
+                (gap[i : i + step] @ rows.T).abs(), size[i : i + step, None] * output.norms
             ).amax(1)
             for i in range(0, len(gap), step)
         ]
         return torch.cat(worst)
-    active = output.reads.active
-    positions = active.positions
-    entry = (output.rows[output.inverse] * gap[positions]).sum(-1).abs()
-    error = relative(entry, norms[output.inverse] * size[positions])
-    return block.new_zeros(len(block)).scatter_reduce(0, positions, error, "amax")
+    active, step = output.reads.active, max(1, _CHUNK // rows.shape[1])
+    found = block.new_zeros(len(block))
+    parts = (part.split(step) for part in (active.ids, active.positions, output.columns))
+    for ids, positions, columns in zip(*parts, strict=True):
+        entry = (rows[ids] * gap[positions]).sum(-1).abs()
+        error = relative(entry, output.norms[columns] * size[positions])
+        found.scatter_reduce_(0, positions, error, "amax")
+    return found

@@ -16,8 +16,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from headattr.attribution.ablation import ablations
-from headattr.attribution.contrast import Rows, differences, pair_contrasts, sizes
-from headattr.attribution.sides import Projected, at_slots, strongest
+from headattr.attribution.contrast import Ends, Rows, differences, pair_contrasts, sizes
+from headattr.attribution.sides import Projected, Side, at_slots, strongest
 from headattr.kernels.pair_topk.batched import PairTopK
 from headattr.kernels.pair_topk.dispatch import topk_pairs
 from headattr.model.head import HeadWeights
@@ -50,24 +50,27 @@ class QkEdges(NamedTuple):
 
 
 @dataclass(frozen=True)
-class QkHead:
-    """What all edges of one head share."""
+class QkBlock:
+    """What the edges of some queries of one head share; the queries follow each other."""
 
     weights: HeadWeights
     query: Projected
-    key: Projected
-    Q: Float[Tensor, "pos d_head"]
+    """Of these queries."""
+    key: Side
+    """Of the whole prompt."""
+    Q: Float[Tensor, "row d_head"]
     """The model's own rotated queries and keys, float64: the score is their product, never the
     components'."""
     K: Float[Tensor, "pos d_head"]
+    q_norms: Float[Tensor, "row"]
+    """`lengths` of them."""
+    k_norms: Float[Tensor, "pos"]
     scale: float
-    k_ids: Int[Tensor, "pos slot"]
-    """The key features by position and slot."""
     rows: Rows
 
 
 def qk_edges(
-    head: QkHead,
+    block: QkBlock,
     q_pos: Int[Tensor, "edge"],
     k_pos: Int[Tensor, "edge"],
     *,
@@ -75,35 +78,34 @@ def qk_edges(
     top_marginals: int,
     rank: Rank,
 ) -> QkEdges:
-    """Attribute the edges (q_pos, k_pos) of one head.
+    """Attribute the edges (q_pos, k_pos) of one head, whose queries are in the block.
 
     completeness = |sum(totals) - score| / (scale |Q| |K|); contrast_completeness, the worse of both
     sides, takes sum_j' A_ij' |K_j'| for |K_j| where that is larger, for it compares j with the row.
     `rank`: pairs and features are those of the largest |value| and |marginal|, or of the largest
     |contrast|.
     """
-    query, key, scale = head.query, head.key, head.scale
-    Q, K = head.Q[q_pos], head.K[k_pos]
-    score = scale * (Q * K).sum(-1)
-    eps = torch.finfo(query.dtype).eps
-    q_norms, k_norms = lengths(head.Q, eps)[q_pos], lengths(head.K, eps)[k_pos]
+    query, scale, rows = block.query, block.scale, block.rows
+    keys, k_at = k_pos.unique(return_inverse=True)
+    ends, key = Ends(q_pos, k_pos, q_pos - rows.start, k_at), block.key.at(keys)
+    q_at = ends.q_at
+    score = scale * (block.Q[q_at] * block.K[k_pos]).sum(-1)
+    q_norms, k_norms = block.q_norms[q_at], block.k_norms[k_pos]
     size = scale * q_norms * k_norms
-    row_size = scale * q_norms * k_norms.maximum(head.rows.size[q_pos])
-    capped = head.weights.capped(score)
+    row_size = scale * q_norms * k_norms.maximum(rows.size[q_at])
+    capped = block.weights.capped(score)
     totals = scale * einsum(
-        query.kinds[q_pos], key.kinds[k_pos], "edge q_kind d, edge k_kind d -> edge q_kind k_kind"
+        query.kinds[q_at], key.kinds[k_at], "edge q_kind d, edge k_kind d -> edge q_kind k_kind"
     )
-    found = sizes(query, key, head.rows, scale, capped, q_pos, k_pos, head.k_ids[k_pos])
+    found = sizes(query, key, rows, scale, capped, ends)
     gaps = [found.q_kinds.sum(1) - found.total, found.k_kinds.sum(1) - found.total]
-    pairs, pair_contrast = _pairs(head, q_pos, k_pos, topk, rank)
+    pairs, pair_contrast = _pairs(block, key, ends, topk, rank)
     by_value = rank == "value"
     q_ranked = found.q_marginals if by_value else found.q_contrasts
     k_ranked = found.k_marginals if by_value else found.k_contrasts
-    q_top = strongest(q_ranked, query.counts[q_pos], top_marginals)
-    k_top = strongest(k_ranked, key.counts[k_pos], top_marginals)
-    q_ablations, k_ablations = ablations(
-        query, key, scale, q_pos, k_pos, q_slots=q_top, k_slots=k_top
-    )
+    q_top = strongest(q_ranked, query.counts[q_at], top_marginals)
+    k_top = strongest(k_ranked, key.counts[k_at], top_marginals)
+    q_ablations, k_ablations = ablations(query, key, scale, ends, q_slots=q_top, k_slots=k_top)
     return QkEdges(
         score,
         capped,
@@ -128,41 +130,44 @@ def qk_edges(
 
 
 def _pairs(
-    head: QkHead, q_pos: Int[Tensor, "edge"], k_pos: Int[Tensor, "edge"], topk: int, rank: Rank
+    block: QkBlock, key: Projected, ends: Ends, topk: int, rank: Rank
 ) -> tuple[PairTopK, Float[Tensor, "edge k"]]:
     """The strongest pairs and their contrasts; values are the products whatever the rank."""
-    query, key, scale, ids = head.query, head.key, head.scale, head.k_ids[k_pos]
-    left, n_k = scale * query.features, key.counts[k_pos]
+    query, rows, scale = block.query, block.rows, block.scale
+    left, n_k = scale * query.features, key.counts
     if rank == "value":
         pairs = topk_pairs(
-            left, key.features, query.counts, key.counts, topk, left_at=q_pos, right_at=k_pos
+            left, key.features, query.counts, n_k, topk, left_at=ends.q_at, right_at=ends.k_at
         )
         return pairs, pair_contrasts(
-            query, key, head.rows, scale, q_pos, k_pos, pairs.left, pairs.right, ids
+            query, block.key, key, rows, scale, ends, pairs.left, pairs.right
         )
-    slots = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+    n_k = n_k[ends.k_at]
+    slots = torch.arange(key.exact.shape[1], device=n_k.device).expand(len(n_k), -1)
     slots = slots.masked_fill(slots >= n_k[:, None], -1)
-    right = differences(key, head.rows, q_pos, k_pos, slots, ids).to(left)
-    found = topk_pairs(left, right, query.counts, n_k, topk, left_at=q_pos)
+    right = differences(block.key, key, rows, ends, slots).to(left)
+    found = topk_pairs(left, right, query.counts, n_k, topk, left_at=ends.q_at)
     q_slots, k_slots = found.left.clamp(min=0).long(), found.right.clamp(min=0).long()
-    products = left[q_pos[:, None], q_slots] * key.features[k_pos[:, None], k_slots]
+    products = left[ends.q_at[:, None], q_slots] * key.features[ends.k_at[:, None], k_slots]
     values = products.sum(-1).masked_fill(found.left < 0, 0)
     return found._replace(values=values), found.values
 
 
-def share_sums(head: QkHead, allowed: Bool[Tensor, "q_pos k_pos"]) -> Float[Tensor, "4"]:
-    """sum s^2, sum (s - T_ff)^2 over all allowed edges, then both with each row's mean removed, in
-    float64.
+def share_sums(
+    score: Float[Tensor, "row k_pos"],
+    of_features: Float[Tensor, "row k_pos"],
+    allowed: Bool[Tensor, "row k_pos"],
+) -> Float[Tensor, "4"]:
+    """sum s^2, sum (s - T_ff)^2 over the allowed edges of some rows, then both with each row's mean
+    removed, in float64; `of_features` is T_ff.
 
     A head's feature share is 1 - second / first, and 1 - fourth / third (the part that softmax
-    sees).
+    sees), from the sums over all rows.
     """
-    score = head.scale * head.Q @ head.K.T
-    rest = score - head.scale * head.query.kinds[:, 0] @ head.key.kinds[:, 0].T
     count = allowed.sum(1, keepdim=True)
     sums = []
     for centred in (False, True):
-        for table in (score, rest):
+        for table in (score, score - of_features):
             kept = table.masked_fill(~allowed, 0)
             if centred:
                 kept = (table - kept.sum(1, keepdim=True) / count).masked_fill(~allowed, 0)

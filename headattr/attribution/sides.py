@@ -6,6 +6,9 @@
 Everything a table needs follows from these two by dot products. The bias kind holds the constants
 as well (norm bias, b_Q / b_K / b_V), so the kinds sum to the whole query, key or value vector.
 Everything is computed in float64; the pairs alone are products of float32 copies.
+
+A `Side` holds what grows with the prompt: one row a feature that is active somewhere, and kinds.
+The features of a position, `Projected`, are made where they are asked for.
 """
 
 from dataclasses import dataclass
@@ -13,40 +16,71 @@ from functools import cached_property
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from headattr.basis.component import Components
-from headattr.model.head import HeadWeights, Norm, Rotary, Side
+from headattr.model.head import HeadWeights, Norm, Rotary
+from headattr.model.head import Side as SideName
 
 _CHUNK = 1 << 22  # numbers of a temporary over active entries and d_model
 
 
-class Prepared(NamedTuple):
-    """What all heads of a layer share: the directions that are active somewhere in the prompt."""
+class Entries(NamedTuple):
+    """Active entries of a prompt in the order of their features, then positions."""
+
+    order: Int[Tensor, "active"]
+    """Indexes into the prompt's own order."""
+    place: Int[Tensor, "active"]
+    """column * length + position, ascending."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What all heads of a layer share for one prompt."""
 
     components: Components
-    directions: Float[Tensor, "unique d_model"]
-    """float64."""
-    inverse: Int[Tensor, "active"]
-    """Row of `directions` for every active entry."""
+    directions: Float[Tensor, "features d_model"]
+    """Of the whole dictionary."""
+    used: Int[Tensor, "unique"]
+    """The features that are active somewhere, ascending: the columns of a prompt's tables."""
+    columns: Int[Tensor, "active"]
+    """Of every active entry."""
+    sigma: Float[Tensor, "pos"]
+    """float64, as all that follows."""
     coefs: Float[Tensor, "active"]
-    """coef / sigma of the entry's position, float64."""
-    kinds: Float[Tensor, "pos kind d_model"]
-    """Sum of the features, then the named components, each over sigma; float64."""
-    regrow: Float[Tensor, "pos slot"]
+    """coef / sigma of the entry's position."""
+    regrow: Float[Tensor, "active"]
     """sigma_i / sigma_i without that feature: what the rest grows by when it is removed."""
     dtype: torch.dtype
     """Of the pairs."""
 
+    @cached_property
+    def by_feature(self) -> Entries:
+        """The active entries by column, then position."""
+        active = self.components.active
+        order = self.columns.argsort(stable=True)
+        place = self.columns[order] * len(active.counts) + active.positions[order]
+        return Entries(order, place)
+
+    def pushed(
+        self, W: Float[Tensor, "d_model d_head"], chunk: int = _CHUNK
+    ) -> Float[Tensor, "unique d_head"]:
+        """The directions that are active somewhere, through one head's weights."""
+        step = max(1, chunk // W.shape[0])
+        parts = [self.directions[ids].to(W) @ W for ids in self.used.split(step)]
+        return torch.cat(parts) if parts else W.new_zeros(0, W.shape[1])
+
 
 @dataclass(frozen=True)
 class Projected:
-    """One side of one head."""
+    """One side of one head at some positions."""
 
     exact: Float[Tensor, "pos slot d_head"]
     """The features, float64; zero rows behind each position's last."""
     counts: Int[Tensor, "pos"]
+    columns: Int[Tensor, "pos slot"]
+    """Of the features; 0 behind each position's last."""
     kinds: Float[Tensor, "pos kind d_head"]
     """float64."""
     constant: Float[Tensor, "pos d_head"]
@@ -66,6 +100,11 @@ class Projected:
         """The sum over all components: the query, key or value vector itself, float64."""
         return self.kinds.sum(1)
 
+    @cached_property
+    def inside(self) -> Bool[Tensor, "pos slot"]:
+        """Which slots hold a feature."""
+        return torch.arange(self.exact.shape[1], device=self.counts.device) < self.counts[:, None]
+
     def without(
         self, pos: Int[Tensor, "edge"], slots: Int[Tensor, "edge top"]
     ) -> Float[Tensor, "edge top d_head"]:
@@ -79,84 +118,138 @@ class Projected:
         return vector if self.head_regrow is None else self.head_regrow[at][..., None] * vector
 
 
+@dataclass(frozen=True)
+class Side:
+    """One side of one head over a whole prompt."""
+
+    prepared: Prepared
+    table: Float[Tensor, "unique d_head"]
+    """Directions through the weights: before coefficients, norm and rotation."""
+    plain_kinds: Float[Tensor, "pos kind d_head"]
+    """Before norm and rotation."""
+    plain_constant: Float[Tensor, "d_head"]
+    norm: Norm | None
+    rotary: Rotary | None
+
+    @cached_property
+    def norm_sigma(self) -> Float[Tensor, "pos"] | None:
+        """What the norm of the head's vectors divides by, if there is one."""
+        return None if self.norm is None else self.norm.sigma(self.plain_kinds.sum(1))
+
+    @cached_property
+    def kinds(self) -> Float[Tensor, "pos kind d_head"]:
+        """The kinds of every position, as the head sees them."""
+        return self._seen(self.plain_kinds, None)
+
+    @cached_property
+    def whole(self) -> Float[Tensor, "pos d_head"]:
+        """The query, key or value vectors of every position."""
+        return self.kinds.sum(1)
+
+    def vectors(self, entries: Int[Tensor, "n"]) -> Float[Tensor, "n d_head"]:
+        """Some active entries, as the head sees them; `entries` are in the prompt's own order."""
+        found = self.table[self.prepared.columns[entries]] * self.prepared.coefs[entries, None]
+        return self._seen(found, self.prepared.components.active.positions[entries])
+
+    def at(self, positions: Int[Tensor, "n"]) -> Projected:
+        """The features of some positions, one slot at least."""
+        active = self.prepared.components.active
+        entries, inside = active.entries(positions)
+        if len(active.ids):
+            columns = self.prepared.columns[entries].where(inside, 0)
+            coefs = self.prepared.coefs[entries].where(inside, 0)
+            regrow = self.prepared.regrow[entries].where(inside, 0)
+            plain = self.table[columns] * coefs[..., None]
+        else:
+            columns, regrow = entries, self.plain_kinds.new_zeros(entries.shape)
+            plain = self.plain_kinds.new_zeros(*entries.shape, self.plain_kinds.shape[-1])
+        constant = self.plain_constant.to(plain).expand(len(positions), -1)
+        head_regrow = None
+        if self.norm is not None and self.norm_sigma is not None:
+            rest = _without(self.plain_kinds[positions].sum(1), constant, plain, regrow)
+            after = self.norm.sigma(rest)
+            head_regrow = (self.norm_sigma[positions, None] / after).where(after > 0, 0)
+        return Projected(
+            self._seen(plain, positions),
+            active.counts[positions],
+            columns,
+            self.kinds[positions],
+            self._seen(constant, positions),
+            regrow,
+            head_regrow,
+            self.prepared.dtype,
+        )
+
+    def _seen(
+        self, plain: Float[Tensor, "n *rest d_head"], positions: Int[Tensor, "n"] | None
+    ) -> Float[Tensor, "n *rest d_head"]:
+        """Behind the head's norm, its scale frozen, and rotated; of all positions by default."""
+        if self.norm is not None and self.norm_sigma is not None:
+            sigma = self.norm_sigma if positions is None else self.norm_sigma[positions]
+            plain = self.norm.linear(plain) / sigma.view(-1, *(1,) * (plain.ndim - 1))
+        if self.rotary is None:
+            return plain
+        rotary = self.rotary if positions is None else self.rotary.at(positions)
+        return rotary.rotate(plain)
+
+
 def prepare(
     weights: HeadWeights,
     components: Components,
     directions: Float[Tensor, "features d_model"],
     resid_pre: Float[Tensor, "pos d_model"],
 ) -> Prepared:
-    """Gather the active directions once for a prompt and layer."""
+    """What all heads of a layer share for one prompt."""
     exact = components.sparse_sum.dtype
-    unique, inverse = components.active.ids.unique(return_inverse=True)
-    used = directions[unique].to(exact)
+    used, columns = components.active.ids.unique(return_inverse=True)
     sigma = weights.norm.sigma(resid_pre.to(exact))
-    coefs = components.coefs.to(exact)
-    kinds = (
-        torch.stack([components.sparse_sum, *components.named.values()], 1) / sigma[:, None, None]
-    )
-    regrow = _regrow(weights.norm, components, used, inverse, resid_pre.to(exact))
-    scaled = coefs / sigma[components.active.positions]
-    return Prepared(components, used, inverse, scaled, kinds, regrow, resid_pre.dtype)
+    coefs = components.coefs.to(exact) / sigma[components.active.positions]
+    regrow = _regrow(weights.norm, components, directions, resid_pre.to(exact))
+    return Prepared(components, directions, used, columns, sigma, coefs, regrow, resid_pre.dtype)
 
 
 def _regrow(
     norm: Norm,
     components: Components,
-    directions: Float[Tensor, "unique d_model"],
-    inverse: Int[Tensor, "active"],
+    directions: Float[Tensor, "features d_model"],
     x: Float[Tensor, "pos d_model"],
-) -> Float[Tensor, "pos slot"]:
-    """sigma / sigma' of every active entry, by position and slot: x less the feature, through the
-    norm's own sigma."""
+) -> Float[Tensor, "active"]:
+    """sigma / sigma' of every active entry: x less the feature, through the norm's own sigma."""
     active = components.active
     coefs = components.coefs.to(x)
     if not len(coefs):
-        return active.padded(coefs)
+        return coefs
     step = max(1, _CHUNK // x.shape[1])
     rests = (
-        x[pos] - coef[:, None] * directions[row]
-        for pos, coef, row in zip(
-            active.positions.split(step), coefs.split(step), inverse.split(step), strict=True
+        x[pos] - coef[:, None] * directions[ids].to(x)
+        for pos, coef, ids in zip(
+            active.positions.split(step), coefs.split(step), active.ids.split(step), strict=True
         )
     )
     # where a feature is all there is, nothing is left: not its rounding times a large ratio
     parts = [(1 / norm.sigma(rest)).where(norm.linear(rest).any(-1), 0) for rest in rests]
-    return active.padded(norm.sigma(x)[active.positions] * torch.cat(parts))
+    return norm.sigma(x)[active.positions] * torch.cat(parts)
 
 
 def project(
-    weights: HeadWeights, side: Side, head: int, prepared: Prepared, rotary: Rotary | None
-) -> Projected:
+    weights: HeadWeights,
+    side: SideName,
+    head: int,
+    prepared: Prepared,
+    rotary: Rotary | None,
+    table: Float[Tensor, "unique d_head"] | None = None,
+) -> Side:
     """One side of one head (`head` is the kv head for keys and values), rotated where it has to
-    be."""
-    W = weights.folded[side][head]
-    active = prepared.components.active
-    rows = (prepared.directions @ W)[prepared.inverse] * prepared.coefs[:, None]
-    features = active.padded(rows)
-    kinds = prepared.kinds @ W
-    constant = weights.constants[side][head].to(kinds).expand(len(kinds), -1)
-    kinds[:, prepared.components.kinds.index("bias")] += constant
-    found = Projected(
-        features, active.counts, kinds, constant, prepared.regrow, None, prepared.dtype
-    )
-    if norm := weights.head_norm(side):
-        found = _head_normed(found, norm)
-    return found if rotary is None or side == "value" else _rotated(found, rotary)
-
-
-def _head_normed(found: Projected, norm: Norm) -> Projected:
-    """Behind QK-norm, its scale frozen."""
-    sigma = norm.sigma(found.whole)
-    after = norm.sigma(_without(found.whole, found.constant, found.exact, found.regrow))
-    return Projected(
-        norm.linear(found.exact) / sigma[:, None, None],
-        found.counts,
-        norm.linear(found.kinds) / sigma[:, None, None],
-        norm.linear(found.constant) / sigma[:, None],
-        found.regrow,
-        (sigma[:, None] / after).where(after > 0, 0),
-        found.dtype,
-    )
+    be; `table`, if it is there already: the prompt's directions through the head's weights."""
+    W, parts = weights.folded[side][head], prepared.components
+    kinds = torch.stack([part @ W for part in (parts.sparse_sum, *parts.named.values())], 1)
+    kinds /= prepared.sigma[:, None, None]
+    constant = weights.constants[side][head].to(kinds)
+    kinds[:, parts.kinds.index("bias")] += constant
+    if rotary is not None:
+        rotary = None if side == "value" else Rotary(rotary.cos.to(kinds), rotary.sin.to(kinds))
+    table = prepared.pushed(W) if table is None else table
+    return Side(prepared, table, kinds, constant, weights.head_norm(side), rotary)
 
 
 def _without(
@@ -168,19 +261,6 @@ def _without(
     """(sigma / sigma') (q_lin - q_f) + q_const for each feature f."""
     linear = (whole - constant)[:, None] - features
     return regrow[..., None] * linear + constant[:, None]
-
-
-def _rotated(found: Projected, rotary: Rotary) -> Projected:
-    turned = Rotary(rotary.cos.to(found.exact), rotary.sin.to(found.exact)).rotate
-    return Projected(
-        turned(found.exact),
-        found.counts,
-        turned(found.kinds),
-        turned(found.constant),
-        found.regrow,
-        found.head_regrow,
-        found.dtype,
-    )
 
 
 def strongest(

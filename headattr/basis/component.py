@@ -8,17 +8,21 @@ that a dictionary whose parts are far larger than x_i (a poor one, or a position
 attention) still adds up.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple, Protocol
 
 import torch
-from jaxtyping import Float, Int, Shaped
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from headattr.errors import DictionaryError
 from headattr.model.capture import PromptCapture
+
+ACTIVATIONS = 1 << 26
+"""Activations of a dictionary at once: a quarter of a gigabyte of float32."""
+_CHUNK = 1 << 22  # numbers of a temporary over active entries and d_model
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,17 @@ class ActiveFeatures:
     def slots(self) -> Int[Tensor, "active"]:
         """The index of each entry within its position's list."""
         return torch.arange(len(self.ids), device=self.ids.device) - self.ptr[self.positions]
+
+    def entries(
+        self, positions: Int[Tensor, "n"]
+    ) -> tuple[Int[Tensor, "n slot"], Bool[Tensor, "n slot"]]:
+        """Entries of some positions by slot, one slot at least, and which slots hold one; the
+        others are 0."""
+        counts = self.counts[positions]
+        width = max(1, int(counts.max())) if len(counts) else 1
+        slots = torch.arange(width, device=self.ids.device)
+        inside = slots < counts[:, None]
+        return (self.ptr[positions][:, None] + slots).where(inside, 0), inside
 
     def padded(self, rows: Shaped[Tensor, "active *rest"]) -> Shaped[Tensor, "pos slot *rest"]:
         """Per-entry rows laid out by position and slot, zeros behind each position's last; one
@@ -100,8 +115,8 @@ class Basis(Protocol):
     """What each feature writes, in model units."""
     about: "SourceInfo"
 
-    def active(self, prompt: PromptCapture) -> ActiveFeatures:
-        """Which features are active where."""
+    def active(self, prompt: PromptCapture, numbers: int = ACTIVATIONS) -> ActiveFeatures:
+        """Which features are active where; at most `numbers` activations are there at once."""
         ...
 
     def components(self, prompt: PromptCapture, active: ActiveFeatures) -> Components:
@@ -132,6 +147,24 @@ class SourceInfo(NamedTuple):
     prepend_bos: bool | None
     labels: str | None
     """Path of a labels.jsonl, or None."""
+
+
+def active_by_parts(
+    encode: Callable[[slice], Float[Tensor, "some d_sae"]], length: int, width: int, numbers: int
+) -> ActiveFeatures:
+    """The non-zero activations of all positions, `encode` giving those of some at a time: at most
+    `numbers` numbers, one position at least."""
+    step = max(1, numbers // max(1, width))
+    parts = [active_of(encode(slice(i, i + step))) for i in range(0, length, step)]
+    return joined(parts)
+
+
+def joined(parts: Sequence[ActiveFeatures]) -> ActiveFeatures:
+    """Positions of one prompt that were found one part after the other."""
+    counts = torch.cat([part.counts for part in parts])
+    ptr = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+    ids, acts = (torch.cat([getattr(part, name) for part in parts]) for name in ("ids", "acts"))
+    return ActiveFeatures(ptr, ids, acts)
 
 
 def active_of(acts: Float[Tensor, "pos d_sae"]) -> ActiveFeatures:
@@ -171,14 +204,20 @@ def decompose(
     exact = sum_dtype(x.device)
     coefs = active.acts * scale[active.positions]
     total = torch.zeros_like(x, dtype=exact)
-    if len(active.ids):
-        unique, inverse = active.ids.unique(return_inverse=True)
-        total = torch.nn.functional.embedding_bag(
+    most = max(1, int(active.counts.max())) if len(x) else 1
+    step = max(1, _CHUNK // (most * x.shape[1]))
+    for start in range(0, len(x), step):
+        ptr = active.ptr[start : start + step + 1]
+        entries = slice(int(ptr[0]), int(ptr[-1]))
+        if entries.start == entries.stop:
+            continue
+        unique, inverse = active.ids[entries].unique(return_inverse=True)
+        total[start : start + step] = torch.nn.functional.embedding_bag(
             inverse,
             directions[unique].to(exact),
-            active.ptr[:-1],
+            ptr[:-1] - ptr[0],
             mode="sum",
-            per_sample_weights=coefs.to(exact),
+            per_sample_weights=coefs[entries].to(exact),
         )
     bias = bias.to(exact)
     return Components(

@@ -8,11 +8,12 @@ from jaxtyping import Float
 from torch import Tensor
 
 from headattr.basis.component import (
+    ACTIVATIONS,
     ActiveFeatures,
     Components,
     Reads,
     SourceInfo,
-    active_of,
+    active_by_parts,
     check_numbers,
     decompose,
 )
@@ -44,9 +45,10 @@ class PlainBasis:
     activations: Sequence[Tensor]
     about: SourceInfo
 
-    def active(self, prompt: PromptCapture) -> ActiveFeatures:
+    def active(self, prompt: PromptCapture, numbers: int = ACTIVATIONS) -> ActiveFeatures:
         """The activations that were handed in for this prompt."""
-        return active_of(self._activations(prompt.resid[self.layer], prompt.id))
+        given = self._activations(prompt.resid[self.layer], prompt.id)
+        return active_by_parts(lambda some: given[some], len(given), given.shape[1], numbers)
 
     def components(self, prompt: PromptCapture, active: ActiveFeatures) -> Components:
         """Features, bias and error of resid_pre; they sum to it."""

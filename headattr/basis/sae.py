@@ -15,11 +15,12 @@ from jaxtyping import Float
 from torch import Tensor
 
 from headattr.basis.component import (
+    ACTIVATIONS,
     ActiveFeatures,
     Components,
     Reads,
     SourceInfo,
-    active_of,
+    active_by_parts,
     check_numbers,
     decompose,
 )
@@ -58,9 +59,10 @@ class SaeBasis:
         rescaled = self.config.fields.get("rescale_acts_by_decoder_norm", False)
         return W_dec / W_dec.norm(dim=-1, keepdim=True) if rescaled else W_dec
 
-    def active(self, prompt: PromptCapture) -> ActiveFeatures:
+    def active(self, prompt: PromptCapture, numbers: int = ACTIVATIONS) -> ActiveFeatures:
         """The dictionary's own activations."""
-        return active_of(self._encode(prompt.resid[self.layer]))
+        x, width = prompt.resid[self.layer], self.config.fields["d_sae"]
+        return active_by_parts(lambda some: self._encode(x[some]), len(x), width, numbers)
 
     def components(self, prompt: PromptCapture, active: ActiveFeatures) -> Components:
         """Features, bias and error of resid_pre; they sum to it."""

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from headattr.basis.component import ActiveFeatures, Components, SourceInfo, sum_dtype
+from headattr.basis.component import ACTIVATIONS, ActiveFeatures, Components, SourceInfo, sum_dtype
 from headattr.errors import DictionaryError
 from headattr.model.capture import PromptCapture
 from headattr.model.family import Embedding
@@ -29,7 +29,7 @@ class TokenBasis:
         """W_E."""
         return self.embedding.W_E
 
-    def active(self, prompt: PromptCapture) -> ActiveFeatures:
+    def active(self, prompt: PromptCapture, numbers: int = ACTIVATIONS) -> ActiveFeatures:
         """Each position's token, with activation 1."""
         tokens = prompt.tokens
         ones = torch.ones(len(tokens), dtype=self.embedding.W_E.dtype, device=tokens.device)

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
-from headattr.basis.component import ActiveFeatures, Reads, SourceInfo
+from headattr.basis.component import ACTIVATIONS, ActiveFeatures, Reads, SourceInfo, joined
 from headattr.model.capture import PromptCapture
 from headattr.model.family import Unembedding
 from headattr.model.load import LoadedModel
@@ -34,13 +34,18 @@ class UnembedOutput:
         """W_U with the final norm's gain and centring folded in."""
         return self.unembedding.norm.fold(self.unembedding.W_U.T).T.contiguous()
 
-    def active(self, prompt: PromptCapture) -> ActiveFeatures:
+    def active(self, prompt: PromptCapture, numbers: int = ACTIVATIONS) -> ActiveFeatures:
         """The tokens that the model predicts most and the one that follows; activation is the
         logit."""
-        x = prompt.resid[self.layer]
+        x, step = prompt.resid[self.layer], max(1, numbers // len(self.rows))
+        parts = (slice(i, i + step) for i in range(0, len(x), step))
+        following = prompt.tokens[1:]
+        return joined([_predicted(self._logits(x[some]), following[some]) for some in parts])
+
+    def _logits(self, x: Float[Tensor, "pos d_model"]) -> Float[Tensor, "pos vocab"]:
         norm, W_U, b_U = self.unembedding
         logits = x @ self.rows.T / norm.sigma(x)[:, None] + norm.constant(W_U.T)
-        return _predicted(logits if b_U is None else logits + b_U, prompt.tokens)
+        return logits if b_U is None else logits + b_U
 
     def check_read(self, read: str) -> None:
         """Whatever is asked for: the unembedding has one read, its rows."""
@@ -70,15 +75,14 @@ def unembed_output(model: LoadedModel) -> UnembedOutput:
     return UnembedOutput(len(model.layers), unembedding, about)
 
 
-def _predicted(logits: Float[Tensor, "pos vocab"], tokens: Tensor) -> ActiveFeatures:
+def _predicted(
+    logits: Float[Tensor, "pos vocab"], following: Int[Tensor, "some"]
+) -> ActiveFeatures:
+    """Of some positions; `following`: the tokens behind each, one fewer where the prompt ends."""
     count = min(N_PREDICTED, logits.shape[1])
-    best = logits.topk(count, -1).indices
-    ids = [row.unique() for row in best]
-    following = tokens[1:]
-    ids[:-1] = [
-        torch.cat([row, token[None]]).unique()
-        for row, token in zip(ids[:-1], following, strict=True)
-    ]
+    ids = [row.unique() for row in logits.topk(count, -1).indices]
+    for i, token in enumerate(following):
+        ids[i] = torch.cat([ids[i], token[None]]).unique()
     counts = torch.tensor([len(row) for row in ids], device=logits.device)
     ptr = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
     positions = torch.arange(len(ids), device=logits.device).repeat_interleave(counts)

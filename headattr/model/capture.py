@@ -15,6 +15,7 @@ from torch import Tensor
 from headattr.errors import HeadattrError, PromptError, ProofError
 from headattr.model.forward import (
     Enough,
+    eager_in_blocks,
     first_of,
     listening,
     rotary_depends_on_length,
@@ -25,6 +26,8 @@ from headattr.model.head import Rotary
 from headattr.model.load import LoadedModel
 
 CHECKED_ROWS = 8
+ATTENTION_NUMBERS = 1 << 28
+"""A gigabyte of float32."""
 
 
 class LayerCapture(NamedTuple):
@@ -84,14 +87,16 @@ def capture(
     sites: Sequence[int] = (),
     rows: int | None = CHECKED_ROWS,
     ids_in_run: Sequence[int] | None = None,
+    numbers: int = ATTENTION_NUMBERS,
 ) -> list[PromptCapture | PromptError]:
     """Run the model on a padded batch; one result a prompt, in order, without padding.
 
     `ids_in_run` are the prompts' ids, by default 0, 1, ... `layers`: whose
     attention is kept. `sites`: whose residual stream is kept (n_layers: the last output). `rows`:
-    how many rows of the pattern to keep, the last among them; None keeps all. A prompt with a
-    non-finite value comes back as a PromptError. The batch may be padded on either side, not
-    inside.
+    how many rows of the pattern to keep, the last among them; None keeps all. `numbers`: of an
+    attention matrix that are there at once; a longer one is computed some queries at a time. A
+    prompt with a non-finite value comes back as a PromptError. The batch may be padded on either
+    side, not inside.
     """
     spans = [_span(row, index) for index, row in enumerate(mask)]
     ids_in_run = range(len(spans)) if ids_in_run is None else ids_in_run
@@ -107,10 +112,12 @@ def capture(
                 sites=sites,
                 rows=rows,
                 ids_in_run=[prompt_id],
+                numbers=numbers,
             )
         ]
     kept = _rows_of(spans, ids.shape[1], rows)
-    tap = _forward(model, ids, mask, frozenset(layers), frozenset(sites), kept)
+    tap = _Tap(frozenset(layers), kept.to(model.device), numbers)
+    _forward(model, ids, mask, tap, frozenset(sites))
     resid = tap.resid
     results: list[PromptCapture | PromptError] = []
     for index, span in enumerate(spans):
@@ -148,8 +155,10 @@ def _rows_of(spans: list[slice], length: int, rows: int | None) -> Int[Tensor, "
 class _Tap:
     """Keeps queries, keys, values, scale and some rows of the pattern of some layers."""
 
-    def __init__(self, layers: frozenset[int], rows: Int[Tensor, "batch row"]) -> None:
-        self.layers, self.rows = layers, rows
+    def __init__(
+        self, layers: frozenset[int], rows: Int[Tensor, "batch row"], numbers: int
+    ) -> None:
+        self.layers, self.rows, self.numbers = layers, rows, numbers
         self.found: dict[int, dict[str, Any]] = {}
         """By layer: Q, K, V, scale, pattern, rotary, attn_out, block."""
         self.resid: dict[int, Tensor] = {}
@@ -161,21 +170,16 @@ class _Tap:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        mask: Tensor | None,
+        mask: Tensor,
         **kwargs: Any,
     ) -> Tensor:
         """The module's own attention, unchanged."""
-        output, pattern = eager(module, query, key, value, mask, **kwargs)
+        output, pattern = eager_in_blocks(
+            eager, module, query, key, value, mask, rows=self.rows, numbers=self.numbers, **kwargs
+        )
         if module.layer_idx in self.layers:
-            batch = torch.arange(len(pattern), device=pattern.device)[:, None]
-            self.keep(
-                module.layer_idx,
-                Q=query,
-                K=key,
-                V=value,
-                scale=scale_of(query, kwargs),
-                pattern=pattern[batch, :, self.rows].transpose(1, 2),
-            )
+            scale = scale_of(query, kwargs)
+            self.keep(module.layer_idx, Q=query, K=key, V=value, scale=scale, pattern=pattern)
         return output
 
     def keep(self, layer: int, **found: Any) -> None:
@@ -184,14 +188,9 @@ class _Tap:
 
 
 def _forward(
-    model: LoadedModel,
-    ids: Tensor,
-    mask: Tensor,
-    layers: frozenset[int],
-    sites: frozenset[int],
-    rows: Tensor,
-) -> _Tap:
-    tap, modules = _Tap(layers, rows.to(model.device)), model.layers
+    model: LoadedModel, ids: Tensor, mask: Tensor, tap: _Tap, sites: frozenset[int]
+) -> None:
+    modules, layers = model.layers, tap.layers
     with listening(model, tap) as stack:
 
         def before(module: Any, hook: Any) -> None:
@@ -215,7 +214,6 @@ def _forward(
         elif last < len(modules):
             before(modules[last], _enough)
         run_model(model, ids, mask)
-    return tap
 
 
 def _enough(*_: Any) -> None:

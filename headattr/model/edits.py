@@ -14,7 +14,7 @@ from torch import Tensor
 
 from headattr.edges import HeadId
 from headattr.errors import ProofError
-from headattr.model.forward import Enough, first_of, listening, run_model, scale_of
+from headattr.model.forward import Enough, as_bias, first_of, listening, run_model, scale_of
 from headattr.model.head import Side
 from headattr.model.load import LoadedModel
 
@@ -233,8 +233,9 @@ class _EditedRun:
         read = {head.head for head in self.heads if head.layer == layer}
         read |= {edit.head for _, edit in self.of(layer, ScoreEdit)}
         scores = {h: scale * query[:, h] @ key[:, h // group].transpose(1, 2) for h in read}
-        mask = self._edit_scores(layer, scores, mask, query, kwargs.get("softcap"))
-        output, pattern = eager(module, query, key, value, mask, **kwargs)
+        bias = as_bias(mask, query.dtype)
+        bias = self._edit_scores(layer, scores, bias, query, kwargs.get("softcap"))
+        output, pattern = eager(module, query, key, value, bias, **kwargs)
         for run, edit in self.of(layer, PatternEdit):
             pattern[run, edit.head, edit.q_pos] = edit.weights
             values = value[run, edit.head // group]
@@ -251,17 +252,17 @@ class _EditedRun:
         self,
         layer: int,
         scores: dict[int, Tensor],
-        mask: Tensor | None,
+        bias: Tensor | None,
         query: Tensor,
         softcap: float | None,
     ) -> Tensor | None:
-        """Edit `scores`, and a mask that adds the same change behind the cap."""
+        """Edit `scores`, and a bias that adds the same change behind the cap."""
         edits = self.of(layer, ScoreEdit)
         if not edits:
-            return mask
+            return bias
         batch, heads, length = query.shape[:3]
-        mask = query.new_zeros(1, 1, length, length) if mask is None else mask
-        mask = mask.expand(batch, heads, length, length).clone()
+        bias = query.new_zeros(1, 1, length, length) if bias is None else bias
+        bias = bias.expand(batch, heads, length, length).clone()
         for run, edit in edits:
             at = run, edit.q_pos, edit.k_pos
             before = scores[edit.head][at].clone()
@@ -269,8 +270,8 @@ class _EditedRun:
             scores[edit.head][at] = after
             if softcap is not None:
                 before, after = (softcap * (s / softcap).tanh() for s in (before, after))
-            mask[run, edit.head, edit.q_pos, edit.k_pos] += after - before
-        return mask
+            bias[run, edit.head, edit.q_pos, edit.k_pos] += after - before
+        return bias
 
 
 class _Ungrouped:

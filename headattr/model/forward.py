@@ -11,7 +11,7 @@ from contextvars import ContextVar
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -21,7 +21,8 @@ from headattr.model.load import LoadedModel
 Attend = Callable[..., Tensor]
 """What stands in for a layer's attention: (eager, module, query, key, value, mask, **kwargs) -> the
 output [batch, pos, head, d_head]. Queries and keys are rotated, all are [batch, head, pos, d_head],
-and `eager` is the module's own eager attention."""
+the mask says where a query may look (`as_bias` makes it what eager attention takes), and `eager` is
+the module's own eager attention."""
 
 _ATTEND: ContextVar[Attend] = ContextVar("headattr_attend")
 
@@ -94,10 +95,10 @@ def _reset_rotary(model: LoadedModel) -> None:
 @contextmanager
 def _tapped(hf: Any, attend: Attend) -> Iterator[None]:
     from transformers import AttentionInterface
-    from transformers.masking_utils import AttentionMaskInterface, eager_mask
+    from transformers.masking_utils import AttentionMaskInterface
 
     AttentionInterface.register("headattr", _through_tap)
-    AttentionMaskInterface.register("headattr", eager_mask)
+    AttentionMaskInterface.register("headattr", _mask)
     before = hf.config._attn_implementation
     token = _ATTEND.set(attend)
     try:
@@ -106,6 +107,62 @@ def _tapped(hf: Any, attend: Attend) -> Iterator[None]:
     finally:
         hf.set_attn_implementation(before)
         _ATTEND.reset(token)
+
+
+def _mask(*args: Any, **kwargs: Any) -> Tensor:
+    """What a model makes its mask with: one bit a query and key, whatever could be skipped."""
+    from transformers.masking_utils import sdpa_mask
+
+    mask = sdpa_mask(*args, **{**kwargs, "allow_is_causal_skip": False})
+    assert mask is not None
+    return mask
+
+
+def as_bias(
+    mask: Bool[Tensor, "batch 1 q_pos k_pos"] | None, dtype: torch.dtype
+) -> Float[Tensor, "batch 1 q_pos k_pos"] | None:
+    """What eager attention adds to its scores: 0, or the lowest number where a query may not
+    look."""
+    if mask is None:
+        return None
+    return torch.where(
+        mask, torch.zeros((), dtype=dtype, device=mask.device), torch.finfo(dtype).min
+    )
+
+
+def eager_in_blocks(
+    eager: Any,
+    module: Any,
+    query: Float[Tensor, "batch head pos d"],
+    key: Float[Tensor, "batch kv_head pos d"],
+    value: Float[Tensor, "batch kv_head pos d_v"],
+    mask: Bool[Tensor, "batch 1 pos pos"],
+    *,
+    rows: Int[Tensor, "batch row"],
+    numbers: int,
+    **kwargs: Any,
+) -> tuple[Float[Tensor, "batch pos head d_v"], Float[Tensor, "batch head row pos"]]:
+    """The module's own eager attention, and some rows of its pattern.
+
+    Queries some at a time, so that at most `numbers` numbers of a matrix are there (one row of each
+    head at least); keys beyond the last query of a block are left out, since no query sees them.
+    """
+    batch, heads, length = query.shape[:3]
+    step = max(1, numbers // (batch * heads * length))
+    found = query.new_zeros(batch, heads, rows.shape[1], length)
+    at, outputs = torch.arange(batch, device=query.device), []
+    for start in range(0, length, step):
+        stop = min(start + step, length)
+        # in one piece it is the very call that the model makes
+        seen = length if step >= length else stop
+        bias = as_bias(mask[:, :, start:stop, :seen], query.dtype)
+        some = query[:, :, start:stop], key[:, :, :seen], value[:, :, :seen]
+        output, pattern = eager(module, *some, bias, **kwargs)
+        outputs.append(output)
+        for row, positions in enumerate(rows.T):
+            here = (positions >= start) & (positions < stop)
+            found[at[here], :, row, :seen] = pattern[at[here], :, positions[here] - start]
+    return torch.cat(outputs, 1) if len(outputs) > 1 else outputs[0], found
 
 
 def _through_tap(

@@ -1,12 +1,16 @@
-"""Results of some prompts -> one shard and its sidecar, each published whole or not at all."""
+"""Results of some prompts -> one shard and its sidecar, each published whole or not at all.
+
+Prompts, then edges layer by layer, are appended as they come; memory does not grow with the edges.
+"""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import h5py
-import hdf5plugin
 import numpy as np
 from numpy.typing import NDArray
 
@@ -18,17 +22,16 @@ from headattr.store.format import (
     SCALAR_CHUNK,
     SHARD_FORMAT,
     VERSION,
-    encode_slots,
     file_hash,
     key_type,
     make_keys,
     published,
-    round_values,
     shard_name,
     slot_type,
     write_json,
 )
-from headattr.tables import LayerTable
+from headattr.store.growing import Growing
+from headattr.tables import EdgePart, LayerFacts
 
 
 class ActiveLists(NamedTuple):
@@ -41,8 +44,8 @@ class ActiveLists(NamedTuple):
     """[pos] positions that count for densities: those that do not swallow attention."""
 
 
-class PromptResult(NamedTuple):
-    """Everything a shard keeps of one prompt."""
+class PromptRecord(NamedTuple):
+    """What a shard keeps of one prompt beside its edges."""
 
     id: int
     tokens: Sequence[int]
@@ -51,7 +54,6 @@ class PromptResult(NamedTuple):
     extra: dict[str, Any]
     truncated: bool
     sources: dict[int, ActiveLists]
-    layers: dict[int, LayerTable]
 
 
 class LayerPlan(NamedTuple):
@@ -72,19 +74,14 @@ class LayerPlan(NamedTuple):
     """c of c tanh(s / c), between score and softmax."""
 
 
-def write_shard(
-    folder: Path,
-    index: int,
-    results: Sequence[PromptResult],
-    plans: Sequence[LayerPlan],
-    *,
-    manifest_hash: str,
-    set_aside: Sequence[dict[str, Any]],
-) -> None:
-    """Publish `NNNNN.h5`, then `NNNNN.json` with its rows and hash.
+@contextmanager
+def new_shard(
+    folder: Path, index: int, plans: Sequence[LayerPlan], *, manifest_hash: str, longest: int
+) -> Iterator["ShardWriter"]:
+    """Publish `NNNNN.h5`, then `NNNNN.json` with its rows and hash, when the block ends well.
 
-    Raises StoreError, naming the path and the cause, if the disk refuses; nothing half-written
-    keeps a name.
+    `longest`: tokens of the longest prompt. Raises StoreError, naming the path and the cause, if
+    the disk refuses; nothing half-written keeps a name.
     """
     path = folder / f"{shard_name(index)}.h5"
     try:
@@ -94,10 +91,9 @@ def write_shard(
                     format=SHARD_FORMAT, version=VERSION, manifest_hash=manifest_hash, shard=index
                 )
                 file.attrs["pair_value_mantissa_bits"] = MANTISSA_BITS
-                _write_prompts(file, results)
-                for source in sorted({s for result in results for s in result.sources}):
-                    _write_source(file, source, results)
-                edges = sum(_write_layer(file, plan, results) for plan in plans) if results else 0
+                writer = ShardWriter(file, plans, key_type(longest))
+                yield writer
+                edges = writer.finish()
             digest, size = file_hash(temporary), temporary.stat().st_size
         sidecar = {
             "format": SHARD_FORMAT,
@@ -107,8 +103,8 @@ def write_shard(
             "sha256": digest,
             "bytes": size,
             "edges": edges,
-            "prompts": [result.id for result in results],
-            "set_aside": list(set_aside),
+            "prompts": [prompt.id for prompt in writer.prompts],
+            "set_aside": writer.set_aside,
         }
         write_json(path.with_suffix(".json"), sidecar)
     except OSError as error:
@@ -117,116 +113,209 @@ def write_shard(
         ) from error
 
 
-def _write_prompts(file: h5py.File, results: Sequence[PromptResult]) -> None:
+class ShardWriter:
+    """A shard that is being written: prompts in order, then for each layer its edges, prompt by
+    prompt."""
+
+    def __init__(self, file: h5py.File, plans: Sequence[LayerPlan], keys: np.dtype[Any]) -> None:
+        """An empty shard; `keys`: the type of edge keys."""
+        self.file, self.prompts = file, list[PromptRecord]()
+        self.set_aside: list[dict[str, Any]] = []
+        """Prompts that failed, for the sidecar."""
+        self.sources: dict[int, _Source] = {}
+        self.layers = {plan.layer: _Layer(file, plan, keys) for plan in plans}
+
+    def add_prompt(self, prompt: PromptRecord) -> None:
+        """The next prompt; its layers follow."""
+        self.prompts.append(prompt._replace(sources={}))
+        for index, active in prompt.sources.items():
+            if index not in self.sources:
+                self.sources[index] = _Source(self.file.create_group(f"source/{index}"))
+            self.sources[index].add(active)
+        longest = {index: source.longest for index, source in self.sources.items()}
+        for layer in self.layers.values():
+            layer.widen(longest)
+
+    def add_edges(self, layer: int, part: EdgePart) -> None:
+        """More edges of the prompt that this layer is at."""
+        self.layers[layer].add_edges(part)
+
+    def add_layer(self, facts: LayerFacts) -> None:
+        """A layer has all edges of the prompt it is at; the next is the next prompt's."""
+        self.layers[facts.layer].add_facts(facts)
+
+    def cut(self, prompts: int) -> None:
+        """Forget everything behind the first `prompts` prompts, whatever is there of it."""
+        del self.prompts[prompts:]
+        for part in (*self.sources.values(), *self.layers.values()):
+            part.cut(prompts)
+
+    def finish(self) -> int:
+        """Write what is held; returns the number of edges."""
+        _write_prompts(self.file, self.prompts)
+        if not self.prompts:
+            return 0
+        for source in self.sources.values():
+            source.finish()
+        return sum(layer.finish() for layer in self.layers.values())
+
+
+def _write_prompts(file: h5py.File, prompts: Sequence[PromptRecord]) -> None:
     group = file.create_group("prompt")
     text = h5py.string_dtype()
-    group["id"] = np.array([result.id for result in results], np.int64)
-    group["ptr"] = np.cumsum([0, *(len(result.tokens) for result in results)], dtype=np.int64)
-    group["token"] = np.array([t for result in results for t in result.tokens], np.int32)
+    group["id"] = np.array([prompt.id for prompt in prompts], np.int64)
+    group["ptr"] = np.cumsum([0, *(len(prompt.tokens) for prompt in prompts)], dtype=np.int64)
+    group["token"] = np.array([t for prompt in prompts for t in prompt.tokens], np.int32)
     group.create_dataset(
-        "token_text", data=[t for result in results for t in result.token_texts], dtype=text
+        "token_text", data=[t for prompt in prompts for t in prompt.token_texts], dtype=text
     )
-    group.create_dataset("text", data=[result.text or "" for result in results], dtype=text)
-    group.create_dataset("extra", data=[json.dumps(result.extra) for result in results], dtype=text)
-    group["truncated"] = np.array([result.truncated for result in results], bool)
+    group.create_dataset("text", data=[prompt.text or "" for prompt in prompts], dtype=text)
+    group.create_dataset("extra", data=[json.dumps(prompt.extra) for prompt in prompts], dtype=text)
+    group["truncated"] = np.array([prompt.truncated for prompt in prompts], bool)
 
 
-def _write_source(file: h5py.File, source: int, results: Sequence[PromptResult]) -> None:
-    lists = [result.sources[source] for result in results]
-    counts = np.concatenate([np.diff(active.ptr) for active in lists])
-    features = np.concatenate([active.features for active in lists])
-    counted = np.concatenate([active.counted for active in lists])
-    group = file.create_group(f"source/{source}")
-    group["ptr"] = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
-    _pack(group, "feature", features.astype(np.uint32), SCALAR_CHUNK)
-    _pack(
-        group,
-        "act",
-        np.concatenate([active.acts for active in lists]).astype(np.float32),
-        SCALAR_CHUNK,
-    )
-    present, times = np.unique(features[np.repeat(counted, counts)], return_counts=True)
-    group["present"], group["present_count"] = present.astype(np.uint32), times.astype(np.int64)
-    group.attrs["positions_counted"] = int(counted.sum())
+class _Counts(NamedTuple):
+    """Densities of some prompts."""
+
+    present: NDArray[np.int64]
+    times: NDArray[np.int64]
+    positions: int
 
 
-def _write_layer(file: h5py.File, plan: LayerPlan, results: Sequence[PromptResult]) -> int:
-    """Tables of one layer over all prompts of the shard; returns its edges."""
-    tables = [result.layers[plan.layer] for result in results]
-    group = file.create_group(f"layer/{plan.layer}")
-    group.attrs.update(
-        heads=np.array(plan.heads, np.int32),
-        kinds=json.dumps(tables[0].kinds),
-        basis=plan.basis,
-        output=-1 if plan.output is None else plan.output,
-        read=plan.read or "",
-        every_output=plan.every_output,
-    )
-    for name in ("window", "softcap"):
-        if getattr(plan, name) is not None:
-            group.attrs[name] = getattr(plan, name)
-    longest = max(len(result.tokens) for result in results)
-    keys = np.concatenate([make_keys(t.q_pos, t.k_pos, key_type(longest)) for t in tables])
-    counts = np.concatenate([np.diff(table.head_ptr) for table in tables])
-    group["group_ptr"] = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
-    group["key"] = keys
-    group["flagged"] = np.concatenate([table.flagged for table in tables])
-    group["sink_share"] = np.concatenate([table.sink_share.T for table in tables]).astype(
-        np.float32
-    )
-    group["share_sums"] = np.stack([table.share_sums for table in tables])
-    group["pattern_error"] = np.array([table.pattern_error for table in tables], np.float32)
-    columns = edge_columns(capped=plan.softcap is not None)
-    _write_columns(group, columns, tables, plan, results)
-    group["qk"].attrs["n_nonfinite"] = sum(table.n_nonfinite for table in tables)
-    if plan.output is not None:
-        moved = [table.ov for table in tables if table.ov is not None]
-        _write_columns(group, OV, moved, plan, results)
-        group["ov/block_completeness"] = _column(moved, "block_completeness")
-    return len(keys)
+class _Source:
+    """The active lists of one source."""
+
+    def __init__(self, group: h5py.Group) -> None:
+        self.group = group
+        self.features = Growing(group, "feature", SCALAR_CHUNK)
+        self.acts = Growing(group, "act", SCALAR_CHUNK)
+        self.lengths: list[NDArray[np.int64]] = []
+        self.counts = [_Counts(np.empty(0, np.int64), np.empty(0, np.int64), 0)]
+        """Of the first prompts: none, one, two, ..."""
+
+    @property
+    def longest(self) -> int:
+        """Features of a position, at most."""
+        return max(int(lengths.max(initial=0)) for lengths in self.lengths)
+
+    def add(self, active: ActiveLists) -> None:
+        """The lists of the next prompt."""
+        lengths, before = np.diff(active.ptr), self.counts[-1]
+        self.lengths.append(lengths)
+        self.features.append(active.features.astype(np.uint32))
+        self.acts.append(active.acts.astype(np.float32))
+        here = active.features[np.repeat(active.counted, lengths)]
+        present, inverse = np.unique(np.concatenate([before.present, here]), return_inverse=True)
+        weights = np.concatenate([before.times, np.ones(len(here), np.int64)])
+        times = np.bincount(inverse, weights, len(present)).astype(np.int64)
+        positions = before.positions + int(active.counted.sum())
+        self.counts.append(_Counts(present, times, positions))
+
+    def cut(self, prompts: int) -> None:
+        """Forget all but the first prompts."""
+        del self.lengths[prompts:], self.counts[prompts + 1 :]
+        entries = int(sum(lengths.sum() for lengths in self.lengths))
+        self.features.cut(entries)
+        self.acts.cut(entries)
+
+    def finish(self) -> None:
+        """Write what is held."""
+        self.group["ptr"] = np.cumsum(np.concatenate([[0], *self.lengths]), dtype=np.int64)
+        self.features.finish()
+        self.acts.finish()
+        found = self.counts[-1]
+        self.group["present"] = found.present.astype(np.uint32)
+        self.group["present_count"] = found.times
+        self.group.attrs["positions_counted"] = found.positions
 
 
-def _write_columns(
-    group: h5py.Group,
-    columns: dict[str, Column],
-    tables: Sequence[Any],
-    plan: LayerPlan,
-    results: Sequence[PromptResult],
-) -> None:
-    """Every column of the tables, in the type its kind asks for."""
-    basis = slot_type(_longest_list(results, plan.basis))
-    slots = {"q": basis, "k": basis}
-    if plan.output is not None:
-        by_id = plan.every_output
-        slots["o"] = slot_type(1 << 31 if by_id else _longest_list(results, plan.output))
-    for name, column in columns.items():
-        data = _column(tables, name, None if column.kind in slots else np.float32)
-        if column.kind in slots:
-            data = encode_slots(data, slots[column.kind])
-        elif column.kind == "rounded":
-            data = round_values(data)
-        chunk = SCALAR_CHUNK if column.kind == "scalar" else PAIR_CHUNK
-        _pack(group, column.dataset, data, chunk)
+@dataclass
+class _Layer:
+    """The edges of one layer."""
 
+    file: h5py.File
+    plan: LayerPlan
+    keys: np.dtype[Any]
+    facts: list[LayerFacts] = field(default_factory=list)
+    counts: list[NDArray[np.int64]] = field(default_factory=list)
+    """Edges of each prompt by head; the last is the prompt at work."""
+    columns: dict[str, Growing] = field(default_factory=dict)
+    slots: dict[str, np.dtype[Any]] = field(default_factory=dict)
 
-def _longest_list(results: Sequence[PromptResult], source: int) -> int:
-    return max(int(np.diff(result.sources[source].ptr).max()) for result in results)
+    def _column(self, name: str, column: Column) -> Growing:
+        if name not in self.columns:
+            group = self.file.require_group(f"layer/{self.plan.layer}")
+            chunk = SCALAR_CHUNK if column.kind == "scalar" else PAIR_CHUNK
+            kept = Growing(group, column.dataset, chunk, rounded=column.kind == "rounded")
+            kept.slots = self.slots.get(column.kind)
+            self.columns[name] = kept
+        return self.columns[name]
 
+    def widen(self, longest: dict[int, int]) -> None:
+        """Slots reach lists of this length, by source."""
+        plan, basis = self.plan, slot_type(longest[self.plan.basis])
+        self.slots = {"q": basis, "k": basis}
+        if plan.output is not None:
+            self.slots["o"] = slot_type(1 << 31 if plan.every_output else longest[plan.output])
+        for columns, prefix in ((edge_columns(capped=True), ""), (OV, "ov.")):
+            for name, column in columns.items():
+                if column.kind in self.slots and prefix + name in self.columns:
+                    self.columns[prefix + name].widen(self.slots[column.kind])
 
-def _column(tables: Sequence[Any], name: str, dtype: Any = np.float32) -> NDArray[Any]:
-    column = np.concatenate([getattr(table, name) for table in tables])
-    column = column if dtype is None else column.astype(dtype)
-    if column.dtype.kind == "f" and not np.isfinite(column).all():
-        raise StoreError(
-            f"{name} has non-finite values, which are never written: please report this"
+    def add_edges(self, part: EdgePart) -> None:
+        """More edges of the prompt at work."""
+        if len(self.counts) == len(self.facts):
+            self.counts.append(np.zeros(len(self.plan.heads), np.int64))
+        self.counts[-1][self.plan.heads.index(part.head)] += len(part.columns["q_pos"])
+        keys = make_keys(part.columns["q_pos"], part.columns["k_pos"], self.keys)
+        self._column("key", Column("key", "scalar")).append(keys)
+        kept = [("", edge_columns(capped=self.plan.softcap is not None), part.columns)]
+        if part.ov is not None:
+            kept.append(("ov.", OV, part.ov))
+        for prefix, columns, found in kept:
+            for name, column in columns.items():
+                slots = column.kind in self.slots
+                rows = found[name].astype(np.int32 if slots else np.float32)
+                self._column(prefix + name, column).append(rows)
+
+    def add_facts(self, facts: LayerFacts) -> None:
+        """The prompt at work is done."""
+        if len(self.counts) == len(self.facts):
+            self.counts.append(np.zeros(len(self.plan.heads), np.int64))
+        self.facts.append(facts)
+
+    def cut(self, prompts: int) -> None:
+        """Forget all but the first prompts."""
+        del self.facts[prompts:], self.counts[prompts:]
+        edges = int(sum(counts.sum() for counts in self.counts))
+        for column in self.columns.values():
+            column.cut(edges)
+
+    def finish(self) -> int:
+        """Write what is held and what the prompts have once; returns the number of edges."""
+        plan, facts = self.plan, self.facts
+        for column in self.columns.values():
+            column.finish()
+        group: Any = self.file[f"layer/{plan.layer}"]
+        group.attrs.update(
+            heads=np.array(plan.heads, np.int32),
+            kinds=json.dumps(facts[0].kinds),
+            basis=plan.basis,
+            output=-1 if plan.output is None else plan.output,
+            read=plan.read or "",
+            every_output=plan.every_output,
         )
-    return column
-
-
-def _pack(group: h5py.Group, name: str, data: NDArray[Any], rows: int) -> None:
-    """A compressed dataset, chunked by rows."""
-    if data.size == 0:
-        group.create_dataset(name, data=data)
-        return
-    chunks = (min(rows, len(data)), *data.shape[1:])
-    group.create_dataset(name, data=data, chunks=chunks, shuffle=True, **hdf5plugin.Zstd(clevel=3))
+        for name in ("window", "softcap"):
+            if getattr(plan, name) is not None:
+                group.attrs[name] = getattr(plan, name)
+        group["group_ptr"] = np.cumsum(np.concatenate([[0], *self.counts]), dtype=np.int64)
+        group["flagged"] = np.concatenate([found.flagged for found in facts])
+        shares = [found.sink_share.T for found in facts]
+        group["sink_share"] = np.concatenate(shares).astype(np.float32)
+        group["share_sums"] = np.stack([found.share_sums for found in facts])
+        group["pattern_error"] = np.array([found.pattern_error for found in facts], np.float32)
+        group["qk"].attrs["n_nonfinite"] = sum(found.n_nonfinite for found in facts)
+        if plan.output is not None:
+            whole = [f.block_completeness for f in facts if f.block_completeness is not None]
+            group["ov/block_completeness"] = np.concatenate(whole).astype(np.float32)
+        return len(group["key"])

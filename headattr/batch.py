@@ -1,0 +1,263 @@
+"""Some prompts at work: captured together, encoded, attributed layer by layer, given to a shard."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headattr.attribution.layer import LayerTask, stream_layer, swallow_attention
+from headattr.basis.component import ActiveFeatures
+from headattr.budget import Budget, Shape, free_memory, parse_bytes, widest_layer
+from headattr.edges import HeadId, parse_edge_rule, select_edges, token_filter
+from headattr.errors import PromptError
+from headattr.model.capture import PromptCapture, capture, pad
+from headattr.model.head import HeadWeights
+from headattr.model.proof import TOLERANCE
+from headattr.model.tokens import Prompt
+from headattr.plan import Run
+from headattr.store.writer import ActiveLists, LayerPlan, PromptRecord, ShardWriter
+from headattr.tables import EdgePart, non_finite
+
+Advance = Callable[[int], Any]
+"""Told how many more rows of attention are done, one a query and head."""
+
+_Item = TypeVar("_Item")
+_GUESSED_SLOTS = 64
+"""Active features a position of a dictionary that does not say."""
+
+
+class FailedPrompts(Exception):
+    """Prompts of a batch that cannot be run, by their place in it."""
+
+    def __init__(self, errors: dict[int, PromptError]) -> None:
+        """`errors`: why each cannot."""
+        super().__init__(errors)
+        self.errors = errors
+
+
+def rows_of_prompt(run: Run, prompt: Prompt) -> int:
+    """Rows of attention to attribute: one a query and head."""
+    return len(prompt.tokens) * sum(len(plan.heads) for plan in run.plans)
+
+
+def budget_of(run: Run) -> Budget:
+    """What the run may use, by default half of the memory that is free."""
+    model, sources = run.model, run.source_list
+    weights = model.family.head_weights(model.hf, run.plans[0].layer)
+    asked = run.config.memory
+    if asked is not None:
+        total = parse_bytes(asked)
+    elif model.device.type == "cuda":
+        import torch
+
+        total = torch.cuda.mem_get_info(model.device)[0] // 2
+    else:
+        total = free_memory() // 2
+    slots = [_slots(source) for source in sources]
+    outputs = [plan.output for plan in run.plans if plan.output is not None]
+    shape = Shape(
+        number=model.dtype.itemsize,
+        d_model=model.d_model,
+        d_mlp=widest_layer(model.config),
+        d_head=weights.W_Q.shape[-1],
+        n_heads=model.n_heads,
+        n_kv_heads=len(weights.W_K),
+        slots=max(slots[plan.basis] for plan in run.plans),
+        reads=max((slots[output] for output in outputs), default=0),
+        features=max(source.about.n_features for source in sources),
+        layers=len(run.plans),
+        sites=len({source.layer for source in sources}),
+    )
+    return Budget(total, shape)
+
+
+def _slots(source: Any) -> int:
+    """Active features a position, as far as a source says."""
+    if source.about.kind == "tokens":
+        return 1
+    fields = source.config.fields if source.about.kind == "sae" else {}
+    return int(fields.get("k", min(_GUESSED_SLOTS, source.about.n_features)))
+
+
+class Batch:
+    """Some prompts at work. The layers are the outer loop: what one needs is made once."""
+
+    def __init__(
+        self,
+        run: Run,
+        budget: Budget,
+        prompts: Sequence[Prompt],
+        shard: ShardWriter,
+        advance: Advance,
+    ) -> None:
+        """`shard` takes the prompts and their edges."""
+        self.run, self.budget, self.prompts, self.shard = run, budget, prompts, shard
+        self.advanced = 0
+        """Rows that were told to `advance`."""
+        self._advance = advance
+        self._actives: list[dict[int, ActiveFeatures]] = [{} for _ in prompts]
+        self._lists: list[dict[int, ActiveLists]] = [{} for _ in prompts]
+        """Of every prompt, by source."""
+
+    def attribute(self) -> None:
+        """Raises FailedPrompts where some cannot be run; whatever the shard was given of the batch
+        is then void."""
+        tokens = len(self.prompts) * max(len(prompt.tokens) for prompt in self.prompts)
+        sources = self.run.source_list
+        sites = sorted({source.layer for source in sources})
+        groups = list(_parts(self.run.plans, self.budget.layers_at_once(tokens)))
+        if len(groups) == 1:
+            captured = self._capture(self.run.plans, sites)
+            self._encode(captured, sites)
+            self._add_prompts()
+            self._layers(self.run.plans, captured)
+            return
+        for some in _parts(sites, self.budget.sites_at_once(tokens)):
+            self._encode(self._capture([], some), some)
+        self._add_prompts()
+        for plans in groups:
+            used = {sources[plan.basis].layer for plan in plans}
+            used |= {sources[plan.output].layer for plan in plans if plan.output is not None}
+            self._layers(plans, self._capture(plans, sorted(used)))
+
+    def _capture(self, plans: Sequence[LayerPlan], sites: Sequence[int]) -> list[PromptCapture]:
+        found = capture(
+            self.run.model,
+            *pad([prompt.tokens for prompt in self.prompts]),
+            layers=[plan.layer for plan in plans],
+            sites=sites,
+            ids_in_run=[prompt.id for prompt in self.prompts],
+            numbers=self.budget.attention_numbers(),
+        )
+        errors = {i: item for i, item in enumerate(found) if isinstance(item, PromptError)}
+        if errors:
+            raise FailedPrompts(errors)
+        return [item for item in found if isinstance(item, PromptCapture)]
+
+    def _encode(self, captured: Sequence[PromptCapture], sites: Sequence[int]) -> None:
+        """Which features are active where, of the sources at some sites."""
+        for index, source in enumerate(self.run.source_list):
+            if source.layer not in sites:
+                continue
+            for i, prompt in enumerate(captured):
+                active = source.active(prompt, self.budget.encode_numbers())
+                counted = ~swallow_attention(prompt.resid[source.layer])
+                ptr, ids, acts = (
+                    part.cpu().numpy() for part in (active.ptr, active.ids, active.acts)
+                )
+                self._actives[i][index] = active
+                self._lists[i][index] = ActiveLists(ptr, ids, acts, counted)
+
+    def _add_prompts(self) -> None:
+        for prompt, lists in zip(self.prompts, self._lists, strict=True):
+            facts = (prompt.id, prompt.tokens, prompt.token_texts, prompt.text)
+            self.shard.add_prompt(PromptRecord(*facts, prompt.extra, prompt.truncated, lists))
+
+    def _layers(self, plans: Sequence[LayerPlan], captured: Sequence[PromptCapture]) -> None:
+        model = self.run.model
+        for plan in plans:
+            weights = model.family.head_weights(model.hf, plan.layer)
+            for i, prompt in enumerate(captured):
+                task = layer_task(
+                    self.run,
+                    plan,
+                    weights,
+                    self.prompts[i],
+                    prompt,
+                    self._actives[i],
+                    memory=self.budget.block_bytes(len(self.prompts[i].tokens)),
+                    tolerance=TOLERANCE[model.dtype],
+                )
+                try:
+                    facts = stream_layer(task, self._keep(plan.layer), self._told)
+                    check_finite(plan.layer, facts._asdict())
+                except PromptError as error:
+                    raise FailedPrompts({i: error}) from error
+                self.shard.add_layer(facts)
+
+    def _keep(self, layer: int) -> Callable[[EdgePart], None]:
+        def keep(part: EdgePart) -> None:
+            check_finite(layer, part.columns | (part.ov or {}))
+            self.shard.add_edges(layer, part)
+
+        return keep
+
+    def _told(self, rows: int) -> None:
+        self.advanced += rows
+        self._advance(rows)
+
+
+def _parts(items: Sequence[_Item], size: int) -> Iterator[Sequence[_Item]]:
+    return (items[start : start + size] for start in range(0, len(items), size))
+
+
+def check_finite(layer: int, columns: dict[str, Any]) -> None:
+    """Raises PromptError for numbers that the store cannot keep."""
+    if name := non_finite(columns):
+        raise PromptError(
+            f"non-finite numbers: {name} of layer {layer}; its activations are too large "
+            "for float32"
+        )
+
+
+def layer_task(
+    run: Run,
+    layer_plan: LayerPlan,
+    weights: HeadWeights,
+    prompt: Prompt,
+    captured: PromptCapture,
+    actives: Mapping[int, ActiveFeatures],
+    **options: Any,
+) -> LayerTask:
+    """What to attribute in one layer of one prompt."""
+    layer, sources = layer_plan.layer, run.source_list
+    basis = sources[layer_plan.basis]
+    reads = None
+    if layer_plan.output is not None:
+        output = sources[layer_plan.output]
+        reads = output.reads(captured, actives[layer_plan.output], run.config.read)
+    return LayerTask(
+        weights,
+        captured.layers[layer],
+        basis.components(captured, actives[layer_plan.basis]),
+        basis.directions,
+        reads,
+        layer_plan.every_output,
+        tuple(layer_plan.heads),
+        _selector(run, layer_plan, prompt, swallow_attention(captured.layers[layer].resid_pre)),
+        run.config.topk,
+        run.config.rank,
+        **options,
+    )
+
+
+def _selector(run: Run, layer_plan: LayerPlan, prompt: Prompt, flagged: NDArray[np.bool_]) -> Any:
+    rule, layer = parse_edge_rule(run.config.edges), layer_plan.layer
+    q_allowed = token_filter(run.config.q_token, prompt.token_texts)
+    k_allowed = token_filter(run.config.k_token, prompt.token_texts)
+
+    def select(
+        head: int, rows: range, pattern: NDArray[np.floating]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        back = np.array(rows)[:, None] - np.arange(rows.stop)
+        mask = back >= 0
+        if layer_plan.window is not None:
+            mask &= back < layer_plan.window
+        if rule.kind == "file":
+            mask[:] = False
+            for q_pos, k_pos in run.listed.get((prompt.id, HeadId(layer, head)), []):
+                if q_pos in rows:
+                    mask[q_pos - rows.start, k_pos] = True
+        q_pos, k_pos = select_edges(
+            pattern,
+            rule,
+            flagged=flagged[: rows.stop],
+            keep_sinks=run.config.keep_sinks or bool(flagged.all()),
+            q_allowed=q_allowed[rows.start : rows.stop],
+            k_allowed=k_allowed[: rows.stop],
+            mask=mask,
+        )
+        return q_pos + rows.start, k_pos
+
+    return select

@@ -1,0 +1,107 @@
+"""A dataset that rows are appended to, written chunk by chunk and compressed.
+
+What does not fill a chunk yet is held in memory; so a chunk is compressed once, and memory does not
+grow with the rows.
+"""
+
+from typing import Any
+
+import h5py
+import hdf5plugin
+import numpy as np
+from numpy.typing import NDArray
+
+from headattr.errors import StoreError
+from headattr.store.format import decode_slots, encode_slots, round_values
+
+
+class Growing:
+    """One dataset of a group, by rows."""
+
+    def __init__(self, group: h5py.Group, name: str, chunk: int, *, rounded: bool = False) -> None:
+        """`chunk`: rows of a chunk; `rounded`: as pair values are."""
+        self.group, self.name, self.chunk, self.rounded = group, name, chunk, rounded
+        self.slots: np.dtype[Any] | None = None
+        """The type of slots, of a dataset of slots."""
+        self._held: list[NDArray[Any]] = []
+        self._written = 0
+
+    def __len__(self) -> int:
+        """Rows so far."""
+        return self._written + sum(map(len, self._held))
+
+    def append(self, rows: NDArray[Any]) -> None:
+        """Add rows; slots with -1 for none. Raises StoreError for what is not finite."""
+        if rows.dtype.kind == "f" and not np.isfinite(rows).all():
+            raise StoreError(
+                f"{self.name} has non-finite values, which are never written: please report this"
+            )
+        if not len(self._held) or len(rows):
+            self._held.append(rows)
+        held = len(self) - self._written
+        if held >= 2 * self.chunk:
+            self._flush(held - held % self.chunk)
+
+    def finish(self) -> None:
+        """Write what is held; at least one append must have said how wide rows are."""
+        self._flush(len(self) - self._written)
+
+    def cut(self, rows: int) -> None:
+        """Forget everything behind the first `rows` rows."""
+        if rows < self._written:
+            dataset, whole = self._dataset(), rows - rows % self.chunk
+            tail = dataset[whole:rows]
+            self._held = [tail if self.slots is None else decode_slots(tail).astype(np.int32)]
+            dataset.resize(whole, axis=0)
+            self._written = whole
+            return
+        joined = np.concatenate(self._held) if self._held else None
+        self._held = [] if joined is None else [joined[: rows - self._written]]
+
+    def widen(self, slots: np.dtype[Any]) -> None:
+        """Hold slots of this type from now on; what is there is written again if it is narrower."""
+        if slots == self.slots:
+            return
+        before, self.slots = self.slots, slots
+        if before is None or not self._written:
+            return
+        old = self._dataset()
+        self.group.move(self.name, f"{self.name}.narrow")
+        new = self._create(self._written, old.shape[1:], slots)
+        for start in range(0, self._written, self.chunk):
+            part = slice(start, start + self.chunk)
+            new[part] = encode_slots(decode_slots(old[part]), slots)
+        del self.group[f"{self.name}.narrow"]
+
+    def _flush(self, rows: int) -> None:
+        held = np.concatenate(self._held)
+        now, later = self._encoded(held[:rows]), held[rows:]
+        if not self._written:
+            if not rows:
+                self.group.create_dataset(self.name, data=now)
+                return
+            self._create(rows, now.shape[1:], now.dtype)
+        dataset = self._dataset()
+        dataset.resize(self._written + rows, axis=0)
+        dataset[self._written :] = now
+        self._written += rows
+        self._held = [later.copy()]
+
+    def _encoded(self, rows: NDArray[Any]) -> NDArray[Any]:
+        if self.slots is not None:
+            return encode_slots(rows, self.slots)
+        return round_values(rows) if self.rounded else rows
+
+    def _create(self, rows: int, shape: tuple[int, ...], dtype: Any) -> h5py.Dataset:
+        return self.group.create_dataset(
+            self.name,
+            (rows, *shape),
+            dtype,
+            maxshape=(None, *shape),
+            chunks=(min(self.chunk, rows), *shape),
+            shuffle=True,
+            **hdf5plugin.Zstd(clevel=3),
+        )
+
+    def _dataset(self) -> Any:
+        return self.group[self.name]
