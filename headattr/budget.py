@@ -95,8 +95,9 @@ class Shape(NamedTuple):
         exact, kinds = 8, 3
         a_token = (5 + (self.reads > 0)) * self.d_model
         a_token += 3 * 2 * (kinds + 1) * self.d_head + 8 * (self.slots + self.reads)
+        a_token += self.slots * self.d_head
         used = min(self.features, length * max(self.slots, self.reads))
-        tables = (3 + (self.reads > 0)) * self.d_head * used
+        tables = (4 + (self.reads > 0)) * self.d_head * used
         return exact * (length * a_token + tables)
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -15,9 +15,16 @@ import torch
 import headattr
 from headattr import query
 from headattr.attribution import contrast, sides
-from headattr.attribution.contrast import rows_of
+from headattr.attribution.contrast import Ends, rows_of
 from headattr.attribution.layer import LayerTask, attribute_layer
-from headattr.attribution.qk import QkBlock, QkEdges, qk_edges
+from headattr.attribution.qk import (
+    QkBlock,
+    QkEdges,
+    contrast_pairs,
+    contrasts_of,
+    qk_edges,
+    value_pairs,
+)
 from headattr.attribution.reference import edge_tables
 from headattr.attribution.sides import Projected, Side, prepare, project
 from headattr.basis.plain import plain_basis
@@ -25,6 +32,9 @@ from headattr.basis.sae import from_object
 from headattr.basis.tokens import token_basis
 from headattr.edges import Edge, HeadId, same_edges
 from headattr.interventions import RemoveFeature
+from headattr.kernels.pair_topk.batched import PairTopK
+from headattr.kernels.row_means import batched as row_means
+from headattr.kernels.row_means.batched import Keys
 from headattr.model.capture import PromptCapture, capture, pad
 from headattr.model.load import LoadedModel, load_model
 from headattr.store.check import check_store
@@ -189,9 +199,12 @@ class Shifted(Side):
         kinds[:, self.kind] += self.u
         return kinds
 
-    def vectors(self, entries: torch.Tensor) -> torch.Tensor:
-        first = self.prepared.components.active.slots[entries] == 0
-        return super().vectors(entries) + (first & (self.kind == 0))[:, None] * self.u
+    @cached_property
+    def entries(self) -> Keys:
+        plain = Side(*(getattr(self, part.name) for part in fields(Side))).entries
+        first = self.prepared.components.active.slots == 0
+        shift = (first & (self.kind == 0))[:, None] * self.u
+        return plain._replace(vectors=plain.vectors + shift)
 
     def at(self, positions: torch.Tensor) -> Projected:
         found = super().at(positions)
@@ -243,13 +256,13 @@ def test_what_all_keys_share_changes_no_contrast(family: str, rank: Any, to: str
     q_pos, k_pos = task.weights.allowed(torch.arange(8), 8).nonzero(as_tuple=True)
     u = 5 * torch.randn(task.kept.K.shape[-1], generator=torch.Generator().manual_seed(7)).double()
     before, after = (
-        qk_edges(head_of(task, 2, shift, to), q_pos, k_pos, topk=81, top_marginals=9, rank=rank)
+        everything(head_of(task, 2, shift, to), q_pos, k_pos, rank)
         for shift in (torch.zeros_like(u), u)
     )
-    assert not torch.allclose(before.score, after.score)
+    assert not torch.allclose(before.edges.score, after.edges.score)
     for name in ("score_contrast", "q_contrast_totals", "k_contrast_totals"):
         torch.testing.assert_close(
-            getattr(before, name), getattr(after, name), atol=1e-9, rtol=1e-9
+            getattr(before.edges, name), getattr(after.edges, name), atol=1e-9, rtol=1e-9
         )
     for by_name in (pairs, features):
         one_table, other = by_name(before), by_name(after)
@@ -259,20 +272,39 @@ def test_what_all_keys_share_changes_no_contrast(family: str, rank: Any, to: str
         assert not torch.allclose(before.pairs.values, after.pairs.values)
 
 
-def pairs(found: QkEdges) -> dict[Any, float]:
+class Found(NamedTuple):
+    """What is computed of some edges."""
+
+    edges: QkEdges
+    pairs: PairTopK
+    contrasts: torch.Tensor
+
+
+def everything(block: QkBlock, q_pos: torch.Tensor, k_pos: torch.Tensor, rank: Any) -> Found:
+    """All pairs and features of some edges, whose queries and keys are the first eight."""
+    ends, key = Ends(q_pos, k_pos, q_pos, k_pos), block.key.at(torch.arange(8))
+    edges = qk_edges(block, ends, key, top_marginals=9, rank=rank)
+    if rank == "contrast":
+        return Found(edges, *contrast_pairs(block, ends, 81))
+    found = value_pairs(block, ends, key, 81)
+    return Found(edges, found, contrasts_of(block, ends, found.left, found.right))
+
+
+def pairs(found: Found) -> dict[Any, float]:
     """Contrasts of pairs, by edge and slots."""
     return {
         (row, int(q), int(k)): float(value)
-        for row in range(len(found.score))
+        for row in range(len(found.contrasts))
         for q, k, value in zip(
-            found.pairs.left[row], found.pairs.right[row], found.pair_contrasts[row], strict=True
+            found.pairs.left[row], found.pairs.right[row], found.contrasts[row], strict=True
         )
         if q >= 0
     }
 
 
-def features(found: QkEdges) -> dict[Any, float]:
+def features(whole: Found) -> dict[Any, float]:
     """Contrasts of features of both sides, by edge, side and slot."""
+    found = whole.edges
     return {
         (row, side, int(slot)): float(value)
         for side, top, values in (
@@ -500,6 +532,7 @@ def test_chunks_change_no_contrast_and_no_ablation(
     ranked = whole.q_pos > 0
     for numbers in (1, 333):
         monkeypatch.setattr(contrast, "_CHUNK", numbers)
+        monkeypatch.setattr(row_means, "_CHUNK", numbers)
         monkeypatch.setattr(sides, "_CHUNK", numbers)
         small = attribute_layer(replace(task, memory=numbers))
         for name in ("q_slots", "k_slots", "q_top", "k_top"):

@@ -19,12 +19,13 @@ from torch import Tensor
 
 from headattr.attribution.lists import read_lists
 from headattr.attribution.sides import Projected, Side
+from headattr.kernels.row_means.batched import Rows
 from headattr.model.head import HeadWeights
 
 _CHUNK = 1 << 21  # numbers of a temporary over rows and active entries
 
 
-class Rows(NamedTuple):
+class RowSums(NamedTuple):
     """What the keys of some queries, one after the other, have in common, for one head."""
 
     start: int
@@ -41,6 +42,11 @@ class Rows(NamedTuple):
     """E_A[|K|]."""
     features: Float[Tensor, "row column"]
     """sum_j' A_ij' r_ij' scale * Q_i . K_j'[g] of every key feature, by column."""
+
+    @property
+    def weights(self) -> Rows:
+        """What weighs the keys of these queries."""
+        return Rows(self.start, self.weight, self.ratio)
 
 
 class Ends(NamedTuple):
@@ -84,13 +90,13 @@ def rows_of(
     scale: float,
     scores: Float[Tensor, "row k_pos"],
     pattern: Float[Tensor, "row k_pos"],
-) -> Rows:
+) -> RowSums:
     """Sum the keys of the rows of `query`, which begin at `start`; `scores` and `pattern` are the
     model's own, float64, over the keys from 0 on."""
     keys = scores.shape[1]
     ratio = cap_ratio(weights, scores)
     weight = pattern * ratio
-    return Rows(
+    return RowSums(
         start,
         weight,
         ratio,
@@ -121,7 +127,7 @@ def _by_feature(
 def sizes(
     query: Projected,
     key: Projected,
-    rows: Rows,
+    rows: RowSums,
     scale: float,
     capped: Float[Tensor, "edge"],
     ends: Ends,
@@ -150,69 +156,3 @@ def sizes(
         torch.cat([here[:, None], k_kinds[:, 1:], (k_kinds[:, 0] - here)[:, None]], 1),
         capped - rows.mean[q_at],
     )
-
-
-def differences(
-    side: Side,
-    key: Projected,
-    rows: Rows,
-    ends: Ends,
-    slots: Int[Tensor, "edge n"],
-) -> Float[Tensor, "edge n d_head"]:
-    """r_ij K_j[g] - sum_j' A_ij' r_ij' K_j'[g] of some key features of each edge, float64.
-
-    `slots` of key features; rows of slot -1 are zero. Products of these with scale * Q_i[f] are
-    the contrasts of pairs.
-    """
-    q_at, k_at = ends.q_at, ends.k_at
-    valid, rows_here = slots >= 0, len(rows.weight)
-    columns = key.columns[k_at].gather(1, slots.clamp(min=0))
-    places = (columns * rows_here + q_at[:, None])[valid]
-    wanted, which = places.unique(return_inverse=True)
-    sums = _weighted_sums(side, rows, wanted % rows_here, wanted // rows_here)
-    here = key.exact[k_at[:, None].expand_as(slots)[valid], slots[valid]]
-    ratio = rows.ratio[q_at, ends.k_pos][:, None].expand(slots.shape)[valid]
-    out = key.exact.new_zeros(*slots.shape, key.exact.shape[-1])
-    out[valid] = ratio[:, None] * here - sums[which]
-    return out
-
-
-def _weighted_sums(
-    side: Side, rows: Rows, row: Int[Tensor, "n"], columns: Int[Tensor, "n"]
-) -> Float[Tensor, "n d_head"]:
-    """sum_j' A_ij' r_ij' K_j'[g] of some (i, g), over the entries of g among the row's keys."""
-    prepared = side.prepared
-    length, entries = len(prepared.sigma), prepared.by_feature
-    place = columns * length
-    begin = torch.searchsorted(entries.place, place)
-    counts = torch.searchsorted(entries.place, place + rows.start + row, right=True) - begin
-    out = side.table.new_zeros(len(row), side.table.shape[1])
-    budget = max(1, _CHUNK // max(1, side.table.shape[1]))
-    chunk = (counts.cumsum(0) - counts) // budget
-    for part in (
-        torch.arange(len(row), device=row.device)[chunk == c] for c in chunk.unique().tolist()
-    ):
-        n = counts[part]
-        owner = torch.arange(len(part), device=row.device).repeat_interleave(n)
-        first = n.cumsum(0) - n
-        entry = begin[part][owner] + torch.arange(len(owner), device=row.device) - first[owner]
-        weight = rows.weight[row[part][owner], entries.place[entry] % length]
-        vectors = weight[:, None] * side.vectors(entries.order[entry])
-        out[part] = out.new_zeros(len(part), out.shape[1]).index_add_(0, owner, vectors)
-    return out
-
-
-def pair_contrasts(
-    query: Projected,
-    side: Side,
-    key: Projected,
-    rows: Rows,
-    scale: float,
-    ends: Ends,
-    q_slots: Int[Tensor, "edge k"],
-    k_slots: Int[Tensor, "edge k"],
-) -> Float[Tensor, "edge k"]:
-    """The contrast of each kept pair; 0 where there is none."""
-    difference = differences(side, key, rows, ends, k_slots)
-    left = query.exact[ends.q_at[:, None], q_slots.clamp(min=0)]
-    return scale * einsum(left, difference, "edge k d, edge k d -> edge k")

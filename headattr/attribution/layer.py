@@ -17,12 +17,22 @@ from jaxtyping import Float, Int
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headattr.attribution.contrast import rows_of
+from headattr.attribution.contrast import Ends, rows_of
 from headattr.attribution.ov import OvHead, block_completeness, output_side, ov_edges, ov_head
-from headattr.attribution.qk import QkBlock, Rank, lengths, qk_edges, share_sums
+from headattr.attribution.qk import (
+    QkBlock,
+    Rank,
+    contrast_pairs,
+    contrasts_of,
+    lengths,
+    qk_edges,
+    share_sums,
+    value_pairs,
+)
 from headattr.attribution.sides import Prepared, Side, prepare, project
 from headattr.basis.component import Components, Reads
 from headattr.errors import PromptError
+from headattr.kernels.pair_topk.batched import PairTopK
 from headattr.model.capture import LayerCapture
 from headattr.model.head import HeadWeights
 from headattr.model.proof import layer_errors
@@ -229,22 +239,47 @@ class _Layer:
         """Some edges in chunks, those of one key together, put back in order."""
         task = self.task
         order = k.argsort(stable=True)
-        sizes = {"topk": task.topk, "top_marginals": task.top_marginals}
-        qk, moved = [], []
+        qk, moved, pairs = [], [], []
         for some in order.split(self._edges_at_once(block, ov)):
-            qk.append(qk_edges(block, q[some], k[some], rank=task.rank, **sizes))
+            q_pos, k_pos = q[some], k[some]
+            keys, k_at = k_pos.unique(return_inverse=True)
+            ends, key = Ends(q_pos, k_pos, q_pos - block.rows.start, k_at), block.key.at(keys)
+            qk.append(qk_edges(block, ends, key, top_marginals=task.top_marginals, rank=task.rank))
+            if task.rank == "value":
+                pairs.append(value_pairs(block, ends, key, task.topk))
             if ov is not None:
                 weight = pattern[some].to(self.prepared.dtype)
-                moved.append(ov_edges(ov, weight, q[some], k[some], **sizes))
+                sizes = {"topk": task.topk, "top_marginals": task.top_marginals}
+                moved.append(ov_edges(ov, weight, q_pos, k_pos, **sizes))
         back = order.argsort()
-        columns = _columns(qk, back, "q_slots", "k_slots")
+        columns = _columns(qk, back)
+        columns |= self._pairs(block, Ends(q, k, q - block.rows.start, k), pairs, back)
         self.n_nonfinite += int(columns.pop("n_nonfinite").sum())
         columns |= {"q_pos": _numpy(q), "k_pos": _numpy(k), "pattern": _numpy(pattern)}
         if not moved:
             return EdgePart(head, columns, None)
-        written = _columns(moved, back, "v_slots", "o_slots")
+        written = _columns([edges._replace(pairs=None) for edges in moved], back)
+        written |= _columns([edges.pairs for edges in moved], back, "v_slots", "o_slots")
         del written["n_nonfinite"]
         return EdgePart(head, columns, written)
+
+    def _pairs(
+        self, block: QkBlock, ends: Ends, found: list[PairTopK], back: Tensor
+    ) -> dict[str, Any]:
+        """Pairs and their contrasts, edges in their own order: by query."""
+        if found:
+            whole = PairTopK(*(torch.cat(parts)[back] for parts in zip(*found, strict=True)))
+            return _columns([whole], None, "q_slots", "k_slots") | {
+                "pair_contrasts": _numpy(contrasts_of(block, ends, whole.left, whole.right))
+            }
+        step = self._edges_at_once(block, None)
+        parts = [
+            contrast_pairs(block, Ends(*some), self.task.topk)
+            for some in zip(*(part.split(step) for part in ends), strict=True)
+        ]
+        contrasts = torch.cat([contrasts for _, contrasts in parts])
+        names = [pairs for pairs, _ in parts], None, "q_slots", "k_slots"
+        return _columns(*names) | {"pair_contrasts": _numpy(contrasts)}
 
     def _rows_at_once(self) -> int:
         """Queries a block, so that what is kept of each row fits."""
@@ -307,15 +342,20 @@ _MOST_EDGES = 512
 
 
 def _columns(
-    chunks: Sequence[Any], back: Int[Tensor, "edge"], left: str, right: str
+    chunks: Sequence[Any],
+    back: Int[Tensor, "edge"] | None,
+    left: str = "left",
+    right: str = "right",
 ) -> dict[str, Any]:
-    """Fields of the chunks as numpy, the edges in their own order; `left` and `right` are what the
-    slots of the pairs are called."""
-    names = {"values": "values", "left": left, "right": right, "n_nonfinite": "n_nonfinite"}
-    fields = {name: [getattr(chunk, name) for chunk in chunks] for name in chunks[0]._fields}
-    pairs = fields.pop("pairs")
-    fields |= {column: [getattr(pair, field) for pair in pairs] for field, column in names.items()}
-    return {name: _numpy(torch.cat(parts)[back]) for name, parts in fields.items()}
+    """Fields of the chunks as numpy, edge `back[e]` becoming edge e; `left` and `right` are what
+    the slots of pairs are called."""
+    names = {"left": left, "right": right}
+    found = {}
+    for name, first in chunks[0]._asdict().items():
+        if first is not None:
+            whole = torch.cat([getattr(chunk, name) for chunk in chunks])
+            found[names.get(name, name)] = _numpy(whole if back is None else whole[back])
+    return found
 
 
 def _numpy(tensor: Tensor) -> NDArray[Any]:

@@ -63,7 +63,7 @@ class OutputSide:
 class OvEdges(NamedTuple):
     """The OV side of some edges of one head, one row an edge."""
 
-    pairs: PairTopK
+    pairs: PairTopK | None
     completeness: Float[Tensor, "edge"]
     v_norms: Float[Tensor, "edge top"]
     v_top: Int[Tensor, "edge top"]

@@ -8,18 +8,19 @@ Interactions".
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, NamedTuple
 
 import torch
-from einops import einsum
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from headattr.attribution.ablation import ablations
-from headattr.attribution.contrast import Ends, Rows, differences, pair_contrasts, sizes
+from headattr.attribution.contrast import Ends, RowSums, sizes
 from headattr.attribution.sides import Projected, Side, at_slots, strongest
 from headattr.kernels.pair_topk.batched import PairTopK
 from headattr.kernels.pair_topk.dispatch import topk_pairs
+from headattr.kernels.row_means.dispatch import differences, pair_contrasts
 from headattr.model.head import HeadWeights
 
 Rank = Literal["value", "contrast"]
@@ -37,8 +38,6 @@ class QkEdges(NamedTuple):
     contrast_completeness: Float[Tensor, "edge"]
     q_contrast_totals: Float[Tensor, "edge kind"]
     k_contrast_totals: Float[Tensor, "edge kind_plus_1"]
-    pairs: PairTopK
-    pair_contrasts: Float[Tensor, "edge k"]
     q_top: Int[Tensor, "edge top"]
     q_marginals: Float[Tensor, "edge top"]
     q_contrasts: Float[Tensor, "edge top"]
@@ -66,46 +65,42 @@ class QkBlock:
     """`lengths` of them."""
     k_norms: Float[Tensor, "pos"]
     scale: float
-    rows: Rows
+    rows: RowSums
+
+    @cached_property
+    def left(self) -> Float[Tensor, "row slot d_head"]:
+        """The queries' features times the scale, in the type of the pairs."""
+        return self.scale * self.query.features
 
 
 def qk_edges(
-    block: QkBlock,
-    q_pos: Int[Tensor, "edge"],
-    k_pos: Int[Tensor, "edge"],
-    *,
-    topk: int,
-    top_marginals: int,
-    rank: Rank,
+    block: QkBlock, ends: Ends, key: Projected, *, top_marginals: int, rank: Rank
 ) -> QkEdges:
-    """Attribute the edges (q_pos, k_pos) of one head, whose queries are in the block.
+    """All but the pairs of some edges of one head; `key` holds their keys.
 
     completeness = |sum(totals) - score| / (scale |Q| |K|); contrast_completeness, the worse of both
     sides, takes sum_j' A_ij' |K_j'| for |K_j| where that is larger, for it compares j with the row.
-    `rank`: pairs and features are those of the largest |value| and |marginal|, or of the largest
-    |contrast|.
+    `rank`: features are those of the largest |marginal|, or of the largest |contrast|.
     """
-    query, scale, rows = block.query, block.scale, block.rows
-    keys, k_at = k_pos.unique(return_inverse=True)
-    ends, key = Ends(q_pos, k_pos, q_pos - rows.start, k_at), block.key.at(keys)
-    q_at = ends.q_at
-    score = scale * (block.Q[q_at] * block.K[k_pos]).sum(-1)
-    q_norms, k_norms = block.q_norms[q_at], block.k_norms[k_pos]
+    query, scale, rows, q_at = block.query, block.scale, block.rows, ends.q_at
+    score = scale * (block.Q[q_at] * block.K[ends.k_pos]).sum(-1)
+    q_norms, k_norms = block.q_norms[q_at], block.k_norms[ends.k_pos]
     size = scale * q_norms * k_norms
     row_size = scale * q_norms * k_norms.maximum(rows.size[q_at])
     capped = block.weights.capped(score)
-    totals = scale * einsum(
-        query.kinds[q_at], key.kinds[k_at], "edge q_kind d, edge k_kind d -> edge q_kind k_kind"
-    )
+    totals = scale * query.kinds[q_at] @ key.kinds[ends.k_at].transpose(1, 2)
     found = sizes(query, key, rows, scale, capped, ends)
     gaps = [found.q_kinds.sum(1) - found.total, found.k_kinds.sum(1) - found.total]
-    pairs, pair_contrast = _pairs(block, key, ends, topk, rank)
     by_value = rank == "value"
     q_ranked = found.q_marginals if by_value else found.q_contrasts
     k_ranked = found.k_marginals if by_value else found.k_contrasts
     q_top = strongest(q_ranked, query.counts[q_at], top_marginals)
-    k_top = strongest(k_ranked, key.counts[k_at], top_marginals)
-    q_ablations, k_ablations = ablations(query, key, scale, ends, q_slots=q_top, k_slots=k_top)
+    k_top = strongest(k_ranked, key.counts[ends.k_at], top_marginals)
+    q_marginals = at_slots(found.q_marginals, q_top)
+    k_marginals = at_slots(found.k_marginals, k_top)
+    q_ablations, k_ablations = ablations(
+        query, key, scale, ends, (q_top, q_marginals), (k_top, k_marginals)
+    )
     return QkEdges(
         score,
         capped,
@@ -116,41 +111,54 @@ def qk_edges(
         relative(torch.stack(gaps).abs().amax(0), row_size),
         found.q_kinds,
         found.k_kinds,
-        pairs,
-        pair_contrast,
         q_top,
-        at_slots(found.q_marginals, q_top),
+        q_marginals,
         at_slots(found.q_contrasts, q_top),
         q_ablations,
         k_top,
-        at_slots(found.k_marginals, k_top),
+        k_marginals,
         at_slots(found.k_contrasts, k_top),
         k_ablations,
     )
 
 
-def _pairs(
-    block: QkBlock, key: Projected, ends: Ends, topk: int, rank: Rank
+def value_pairs(block: QkBlock, ends: Ends, key: Projected, topk: int) -> PairTopK:
+    """The pairs of the largest |value| of some edges; `key` holds their keys."""
+    query = block.query
+    return topk_pairs(
+        block.left, key.features, query.counts, key.counts, topk,
+        left_at=ends.q_at, right_at=ends.k_at,
+    )  # fmt: skip
+
+
+def contrasts_of(
+    block: QkBlock, ends: Ends, q_slots: Int[Tensor, "edge k"], k_slots: Int[Tensor, "edge k"]
+) -> Float[Tensor, "edge k"]:
+    """The contrasts of some pairs of each edge, 0 where there is none; edges by query."""
+    left, rows = block.query.exact, block.rows.weights
+    keys, q_at = block.key.entries, ends.q_at
+    return block.scale * pair_contrasts(left, keys, rows, q_at, ends.k_pos, q_slots, k_slots)
+
+
+def contrast_pairs(
+    block: QkBlock, ends: Ends, topk: int
 ) -> tuple[PairTopK, Float[Tensor, "edge k"]]:
-    """The strongest pairs and their contrasts; values are the products whatever the rank."""
-    query, rows, scale = block.query, block.rows, block.scale
-    left, n_k = scale * query.features, key.counts
-    if rank == "value":
-        pairs = topk_pairs(
-            left, key.features, query.counts, n_k, topk, left_at=ends.q_at, right_at=ends.k_at
-        )
-        return pairs, pair_contrasts(
-            query, block.key, key, rows, scale, ends, pairs.left, pairs.right
-        )
-    n_k = n_k[ends.k_at]
-    slots = torch.arange(key.exact.shape[1], device=n_k.device).expand(len(n_k), -1)
-    slots = slots.masked_fill(slots >= n_k[:, None], -1)
-    right = differences(block.key, key, rows, ends, slots).to(left)
-    found = topk_pairs(left, right, query.counts, n_k, topk, left_at=ends.q_at)
+    """The pairs of the largest |contrast| of some edges, by query, and their contrasts; values are
+    the products all the same."""
+    keys, k_pos, q_at = block.key.entries, ends.k_pos, ends.q_at
+    counts = keys.ptr.diff()[k_pos]
+    width = max(1, int(counts.max())) if len(counts) else 1
+    slots = torch.arange(width, device=k_pos.device).expand(len(k_pos), -1)
+    slots = slots.masked_fill(slots >= counts[:, None], -1)
+    right = differences(keys, block.rows.weights, q_at, k_pos, slots).to(block.left)
+    found = topk_pairs(block.left, right, block.query.counts, counts, topk, left_at=q_at)
     q_slots, k_slots = found.left.clamp(min=0).long(), found.right.clamp(min=0).long()
-    products = left[ends.q_at[:, None], q_slots] * key.features[ends.k_at[:, None], k_slots]
-    values = products.sum(-1).masked_fill(found.left < 0, 0)
-    return found._replace(values=values), found.values
+    last = max(0, len(keys.vectors) - 1)
+    entries = (keys.ptr[k_pos][:, None] + k_slots).clamp(max=last)
+    if not len(keys.vectors):
+        return found, found.values
+    values = (block.left[q_at[:, None], q_slots] * keys.vectors[entries].to(block.left)).sum(-1)
+    return found._replace(values=values.masked_fill(found.left < 0, 0)), found.values
 
 
 def share_sums(

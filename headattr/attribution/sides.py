@@ -20,10 +20,11 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from headattr.basis.component import Components
+from headattr.kernels.row_means.batched import Keys
 from headattr.model.head import HeadWeights, Norm, Rotary
 from headattr.model.head import Side as SideName
 
-_CHUNK = 1 << 22  # numbers of a temporary over active entries and d_model
+_CHUNK = 1 << 17  # numbers of a temporary over active entries and d_model: a megabyte
 
 
 class Entries(NamedTuple):
@@ -146,10 +147,16 @@ class Side:
         """The query, key or value vectors of every position."""
         return self.kinds.sum(1)
 
-    def vectors(self, entries: Int[Tensor, "n"]) -> Float[Tensor, "n d_head"]:
-        """Some active entries, as the head sees them; `entries` are in the prompt's own order."""
-        found = self.table[self.prepared.columns[entries]] * self.prepared.coefs[entries, None]
-        return self._seen(found, self.prepared.components.active.positions[entries])
+    @cached_property
+    def entries(self) -> Keys:
+        """All active entries, as the head sees them."""
+        prepared, active = self.prepared, self.prepared.components.active
+        width = self.table.shape[1]
+        vectors = self.table.new_empty(len(active.ids), width)
+        for some in torch.arange(len(vectors), device=vectors.device).split(_CHUNK // width + 1):
+            plain = self.table[prepared.columns[some]] * prepared.coefs[some, None]
+            vectors[some] = self._seen(plain, active.positions[some])
+        return Keys(vectors, active.ptr, prepared.columns, *prepared.by_feature)
 
     def at(self, positions: Int[Tensor, "n"]) -> Projected:
         """The features of some positions, one slot at least."""
@@ -226,9 +233,17 @@ def _regrow(
             active.positions.split(step), coefs.split(step), active.ids.split(step), strict=True
         )
     )
-    # where a feature is all there is, nothing is left: not its rounding times a large ratio
-    parts = [(1 / norm.sigma(rest)).where(norm.linear(rest).any(-1), 0) for rest in rests]
-    return norm.sigma(x)[active.positions] * torch.cat(parts)
+    return norm.sigma(x)[active.positions] * torch.cat([_inverse_sigma(norm, r) for r in rests])
+
+
+def _inverse_sigma(norm: Norm, rest: Float[Tensor, "entry d_model"]) -> Float[Tensor, "entry"]:
+    """1 / sigma; where a feature is all there is, nothing is left, not its rounding times a large
+    ratio: 0."""
+    sigma = norm.sigma(rest)
+    empty = (sigma <= 2 * norm.eps**0.5).nonzero().flatten()
+    inverse = 1 / sigma
+    inverse[empty[~norm.linear(rest[empty]).any(-1)]] = 0
+    return inverse
 
 
 def project(
@@ -267,16 +282,16 @@ def strongest(
     values: Float[Tensor, "edge slot"], counts: Int[Tensor, "edge"], n: int
 ) -> Int[Tensor, "edge n"]:
     """Slots of the n values of largest size, -1 where a row has fewer; ties by lower slot."""
-    slot = torch.arange(values.shape[1], device=values.device)
-    outside = slot >= counts[:, None]
-    order = (
-        values.abs()
-        .masked_fill(outside, -1)
-        .sort(dim=-1, descending=True, stable=True)
-        .indices[:, :n]
-    )
-    missing = outside.gather(1, order)
-    slots = order.masked_fill(missing, -1)
+    width = values.shape[1]
+    outside = torch.arange(width, device=values.device) >= counts[:, None]
+    sizes = values.abs().masked_fill(outside, -1)
+    top, order = sizes.topk(min(n + 1, width), dim=-1)
+    tied = (top[:, :-1] == top[:, 1:]).any(-1).nonzero().flatten()
+    if len(tied):
+        again = sizes[tied].sort(dim=-1, descending=True, stable=True).indices
+        order[tied] = again[:, : order.shape[1]]
+    order = order[:, :n]
+    slots = order.masked_fill(outside.gather(1, order), -1)
     return torch.nn.functional.pad(slots, (0, n - order.shape[1]), value=-1)
 
 

@@ -1,0 +1,1 @@
+"""Weighted sums over the keys of a query, feature by feature, and what differs from them."""
