@@ -14,7 +14,7 @@ import torch
 
 import headattr
 from headattr import query
-from headattr.attribution import contrast, sides
+from headattr.attribution import sides
 from headattr.attribution.contrast import Ends, rows_of
 from headattr.attribution.layer import LayerTask, attribute_layer
 from headattr.attribution.qk import (
@@ -531,7 +531,6 @@ def test_chunks_change_no_contrast_and_no_ablation(
     # a query that sees one key has contrasts of 0, and rounding alone to rank them by
     ranked = whole.q_pos > 0
     for numbers in (1, 333):
-        monkeypatch.setattr(contrast, "_CHUNK", numbers)
         monkeypatch.setattr(row_means, "_CHUNK", numbers)
         monkeypatch.setattr(sides, "_CHUNK", numbers)
         small = attribute_layer(replace(task, memory=numbers))

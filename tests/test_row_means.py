@@ -65,6 +65,19 @@ def test_fast_and_naive_are_equal_to_rounding(case: dict[str, Any], chunk: int) 
 
 
 @PROFILE
+@given(cases(), st.sampled_from([1, 3, 1 << 17]))
+def test_sums_by_feature_are_equal_to_rounding(case: dict[str, Any], chunk: int) -> None:
+    keys, rows, Q = case["keys"], case["rows"], case["left"][:, 0]
+    wanted = naive.by_feature(keys, rows.weight, Q, 6)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, path in FAST.items():
+            if path is not dispatch:
+                patch.setattr(path, "_CHUNK", chunk)
+            found = path.by_feature(keys, rows.weight, Q, 6)
+            torch.testing.assert_close(found, wanted, atol=1e-13, rtol=1e-13, msg=name)
+
+
+@PROFILE
 @given(cases())
 def test_the_order_of_the_edges_does_not_matter(case: dict[str, Any]) -> None:
     keys, rows, (q_at, k_pos) = case["keys"], case["rows"], case["edges"]

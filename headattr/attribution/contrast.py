@@ -20,9 +20,8 @@ from torch import Tensor
 from headattr.attribution.lists import read_lists
 from headattr.attribution.sides import Projected, Side
 from headattr.kernels.row_means.batched import Rows
+from headattr.kernels.row_means.dispatch import by_feature
 from headattr.model.head import HeadWeights
-
-_CHUNK = 1 << 21  # numbers of a temporary over rows and active entries
 
 
 class RowSums(NamedTuple):
@@ -103,25 +102,8 @@ def rows_of(
         einsum(weight, key.kinds[:keys], "row k_pos, k_pos kind d -> row kind d"),
         (pattern * weights.capped(scores)).sum(1),
         pattern @ key.whole[:keys].norm(dim=-1),
-        _by_feature(key, weight, scale * query.whole),
+        by_feature(key.entries, weight, scale * query.whole, len(key.table)),
     )
-
-
-def _by_feature(
-    key: Side, weight: Float[Tensor, "row k_pos"], Q: Float[Tensor, "row d_head"]
-) -> Float[Tensor, "row column"]:
-    """sum_j' weight_ij' Q_i . K_j'[g], some keys at a time."""
-    counts = key.prepared.components.active.counts
-    sums = weight.new_zeros(len(key.table), len(weight))
-    seen = weight.any(0).nonzero().flatten()
-    width = max(1, int(counts.max())) * max(len(weight), Q.shape[1])
-    for positions in seen.split(max(1, _CHUNK // width)):
-        some = key.at(positions)
-        products = some.exact.flatten(0, 1) @ Q.T
-        products = products.view(len(positions), -1, len(Q)) * weight[:, positions].T[:, None]
-        if len(sums):
-            sums.index_add_(0, some.columns.flatten(), products.flatten(0, 1))
-    return sums.T
 
 
 def sizes(

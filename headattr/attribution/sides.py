@@ -149,43 +149,62 @@ class Side:
 
     @cached_property
     def entries(self) -> Keys:
-        """All active entries, as the head sees them."""
+        """All active entries, as the head sees them; from then on `at` takes them from here."""
         prepared, active = self.prepared, self.prepared.components.active
         width = self.table.shape[1]
         vectors = self.table.new_empty(len(active.ids), width)
         for some in torch.arange(len(vectors), device=vectors.device).split(_CHUNK // width + 1):
-            plain = self.table[prepared.columns[some]] * prepared.coefs[some, None]
-            vectors[some] = self._seen(plain, active.positions[some])
+            vectors[some] = self._seen(self._plain(some), active.positions[some])
         return Keys(vectors, active.ptr, prepared.columns, *prepared.by_feature)
 
     def at(self, positions: Int[Tensor, "n"]) -> Projected:
         """The features of some positions, one slot at least."""
-        active = self.prepared.components.active
-        entries, inside = active.entries(positions)
-        if len(active.ids):
-            columns = self.prepared.columns[entries].where(inside, 0)
-            coefs = self.prepared.coefs[entries].where(inside, 0)
-            regrow = self.prepared.regrow[entries].where(inside, 0)
-            plain = self.table[columns] * coefs[..., None]
+        prepared, active = self.prepared, self.prepared.components.active
+        index, inside = active.entries(positions)
+        if not len(active.ids):
+            columns, regrow = index, self.plain_kinds.new_zeros(index.shape)
+            exact = self.plain_kinds.new_zeros(*index.shape, self.plain_kinds.shape[-1])
         else:
-            columns, regrow = entries, self.plain_kinds.new_zeros(entries.shape)
-            plain = self.plain_kinds.new_zeros(*entries.shape, self.plain_kinds.shape[-1])
-        constant = self.plain_constant.to(plain).expand(len(positions), -1)
-        head_regrow = None
-        if self.norm is not None and self.norm_sigma is not None:
-            rest = _without(self.plain_kinds[positions].sum(1), constant, plain, regrow)
-            after = self.norm.sigma(rest)
-            head_regrow = (self.norm_sigma[positions, None] / after).where(after > 0, 0)
+            columns, regrow = (
+                part[index].where(inside, 0) for part in (prepared.columns, prepared.regrow)
+            )
+            if "entries" in self.__dict__:
+                exact = self.entries.vectors[index]
+            else:
+                exact = self._seen(self._plain(index), positions)
+            exact = exact if inside.all() else exact.where(inside[..., None], 0)
+        constant = self.plain_constant.to(exact).expand(len(positions), -1)
         return Projected(
-            self._seen(plain, positions),
+            exact,
             active.counts[positions],
             columns,
             self.kinds[positions],
             self._seen(constant, positions),
             regrow,
-            head_regrow,
-            self.prepared.dtype,
+            self._head_regrow(index, inside, positions),
+            prepared.dtype,
         )
+
+    def _plain(self, entries: Int[Tensor, "*n"]) -> Float[Tensor, "*n d_head"]:
+        """Active entries before norm and rotation."""
+        prepared = self.prepared
+        return self.table[prepared.columns[entries]] * prepared.coefs[entries][..., None]
+
+    def _head_regrow(
+        self,
+        entries: Int[Tensor, "n slot"],
+        inside: Bool[Tensor, "n slot"],
+        positions: Int[Tensor, "n"],
+    ) -> Float[Tensor, "n slot"] | None:
+        if self.norm is None or self.norm_sigma is None:
+            return None
+        if not len(self.prepared.columns):
+            return self.plain_kinds.new_zeros(entries.shape)
+        whole = self.plain_kinds[positions].sum(1)
+        constant = self.plain_constant.to(whole).expand(len(positions), -1)
+        plain, regrow = self._plain(entries), self.prepared.regrow[entries]
+        after = self.norm.sigma(_without(whole, constant, plain, regrow))
+        return (self.norm_sigma[positions, None] / after).where(inside & (after > 0), 0)
 
     def _seen(
         self, plain: Float[Tensor, "n *rest d_head"], positions: Int[Tensor, "n"] | None

@@ -14,6 +14,9 @@ from numpy.typing import NDArray
 from headattr.errors import StoreError
 from headattr.store.format import decode_slots, encode_slots, round_values
 
+_HELD = 4096
+"""Rows that are held at least before some are written: few large writes are faster."""
+
 
 class Growing:
     """One dataset of a group, by rows."""
@@ -24,27 +27,25 @@ class Growing:
         self.slots: np.dtype[Any] | None = None
         """The type of slots, of a dataset of slots."""
         self._held: list[NDArray[Any]] = []
-        self._written = 0
+        self._count = self._written = 0
+        """Rows that are held, and in the file."""
 
     def __len__(self) -> int:
         """Rows so far."""
-        return self._written + sum(map(len, self._held))
+        return self._written + self._count
 
     def append(self, rows: NDArray[Any]) -> None:
-        """Add rows; slots with -1 for none. Raises StoreError for what is not finite."""
-        if rows.dtype.kind == "f" and not np.isfinite(rows).all():
-            raise StoreError(
-                f"{self.name} has non-finite values, which are never written: please report this"
-            )
+        """Add rows; slots with -1 for none."""
         if not len(self._held) or len(rows):
             self._held.append(rows)
-        held = len(self) - self._written
-        if held >= 2 * self.chunk:
-            self._flush(held - held % self.chunk)
+            self._count += len(rows)
+        if self._count >= max(_HELD, 2 * self.chunk):
+            self._flush(self._count - self._count % self.chunk)
 
     def finish(self) -> None:
-        """Write what is held; at least one append must have said how wide rows are."""
-        self._flush(len(self) - self._written)
+        """Write what is held; at least one append must have said how wide rows are. Raises
+        StoreError for what is not finite, as append does."""
+        self._flush(self._count)
 
     def cut(self, rows: int) -> None:
         """Forget everything behind the first `rows` rows."""
@@ -53,10 +54,13 @@ class Growing:
             tail = dataset[whole:rows]
             self._held = [tail if self.slots is None else decode_slots(tail).astype(np.int32)]
             dataset.resize(whole, axis=0)
-            self._written = whole
+            if not whole:
+                del self.group[self.name]
+            self._written, self._count = whole, rows - whole
             return
-        joined = np.concatenate(self._held) if self._held else None
-        self._held = [] if joined is None else [joined[: rows - self._written]]
+        if self._held:
+            self._held = [np.concatenate(self._held)[: rows - self._written]]
+            self._count = len(self._held[0])
 
     def widen(self, slots: np.dtype[Any]) -> None:
         """Hold slots of this type from now on; what is there is written again if it is narrower."""
@@ -85,11 +89,15 @@ class Growing:
         dataset.resize(self._written + rows, axis=0)
         dataset[self._written :] = now
         self._written += rows
-        self._held = [later.copy()]
+        self._held, self._count = [later.copy()], len(later)
 
     def _encoded(self, rows: NDArray[Any]) -> NDArray[Any]:
         if self.slots is not None:
             return encode_slots(rows, self.slots)
+        if rows.dtype.kind == "f" and not np.isfinite(rows).all():
+            raise StoreError(
+                f"{self.name} has non-finite values, which are never written: please report this"
+            )
         return round_values(rows) if self.rounded else rows
 
     def _create(self, rows: int, shape: tuple[int, ...], dtype: Any) -> h5py.Dataset:

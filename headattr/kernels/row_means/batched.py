@@ -34,6 +34,20 @@ class Rows(NamedTuple):
     ratio: Float[Tensor, "row k_pos"]
 
 
+def by_feature(
+    keys: Keys, weight: Float[Tensor, "row k_pos"], Q: Float[Tensor, "row d"], features: int
+) -> Float[Tensor, "row column"]:
+    """sum over keys j' of weight_ij' Q_i . K_j'[g], of every feature g, by column."""
+    sums = weight.new_zeros(features, len(weight))
+    counts, stop = keys.ptr.diff(), int(keys.ptr[weight.shape[1]])
+    where = torch.arange(weight.shape[1], device=weight.device)
+    where = where.repeat_interleave(counts[: weight.shape[1]])
+    for entries in torch.arange(stop, device=weight.device).split(_CHUNK // len(weight) + 1):
+        products = (keys.vectors[entries] @ Q.T).mul_(weight.T[where[entries]])
+        sums.index_add_(0, keys.columns[entries], products)
+    return sums.T
+
+
 def differences(
     keys: Keys,
     rows: Rows,

@@ -6,7 +6,7 @@ of its edges asks for it, and kept until the next query. Needs no temporary but 
 
 import inspect
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -15,19 +15,50 @@ from torch import Tensor
 
 from headattr.kernels.row_means.batched import Keys, Rows
 
+_CHUNK = 1 << 17
+"""Products at once: a megabyte."""
+
+
+class Compiled(NamedTuple):
+    """What numba made of `_pass` and `_add_weighted`."""
+
+    run: Any
+    add_weighted: Any
+
 
 @cache
-def compiled_pass() -> Any | None:
-    """The compiled `_pass`, or None where numba is not installed."""
+def compiled() -> Compiled | None:
+    """The compiled loops, or None where numba is not installed."""
     try:
         from numba import njit
     except ImportError:
         return None
     options: dict[str, Any] = {"nogil": True, "fastmath": {"contract", "reassoc", "nsz"}}
+    loops = [inspect.unwrap(loop) for loop in (_pass, _add_weighted)]
     try:
-        return njit(cache=True, **options)(inspect.unwrap(_pass))
+        return Compiled(*(njit(cache=True, **options)(loop) for loop in loops))
     except RuntimeError:  # nowhere to keep what was compiled
-        return njit(**options)(inspect.unwrap(_pass))
+        return Compiled(*(njit(**options)(loop) for loop in loops))
+
+
+def by_feature(
+    keys: Keys, weight: Float[Tensor, "row k_pos"], Q: Float[Tensor, "row d"], features: int
+) -> Float[Tensor, "row column"]:
+    """As `batched.by_feature`."""
+    loops = compiled()
+    assert loops is not None
+    sums = weight.new_zeros(features, len(weight))
+    turned, stop = weight.T.contiguous().numpy(), int(keys.ptr[weight.shape[1]])
+    ptr, columns = keys.ptr.numpy(), keys.columns.numpy()
+    step = _CHUNK // len(weight) + 1
+    products = weight.new_empty(min(step, stop), len(weight))
+    position = 0
+    for start in range(0, stop, step):
+        some = keys.vectors[start : min(start + step, stop)]
+        torch.mm(some, Q.T, out=products[: len(some)])
+        found = products[: len(some)].numpy()
+        position = loops.add_weighted(found, start, position, ptr, columns, turned, sums.numpy())
+    return sums.T
 
 
 def differences(
@@ -60,17 +91,31 @@ def pair_contrasts(
 
 
 def _run(keys: Keys, rows: Rows, *parts: Tensor) -> None:
-    run, features = compiled_pass(), int(keys.columns.max()) + 1 if len(keys.columns) else 0
-    assert run is not None
+    loops, features = compiled(), int(keys.columns.max()) + 1 if len(keys.columns) else 0
+    assert loops is not None
     length = len(keys.ptr) - 1
     starts = torch.arange(features + 1, device=keys.place.device) * length
     begin = torch.searchsorted(keys.place, starts)
     q_at, k_pos, slots, left, q_slots, products, out = (part.numpy() for part in parts)
-    run(
+    loops.run(
         *(part.contiguous().numpy() for part in keys), begin.numpy(),
         rows.start, rows.weight.contiguous().numpy(), rows.ratio.contiguous().numpy(),
         q_at, k_pos, slots.astype(np.int64), left, q_slots.astype(np.int64), products, out,
     )  # fmt: skip
+
+
+def _add_weighted(
+    products: Any, start: Any, position: Any, ptr: Any, columns: Any, weight: Any, sums: Any
+) -> Any:
+    """Add the weighted products [entry, row] of entries from `start` on to the sums [column, row];
+    `position` is at or before that of the first, and that of the last comes back."""
+    for at in range(len(products)):
+        while ptr[position + 1] <= start + at:
+            position += 1
+        total, factor, product = sums[columns[start + at]], weight[position], products[at]
+        for row in range(len(product)):
+            total[row] += factor[row] * product[row]
+    return position
 
 
 def _pass(

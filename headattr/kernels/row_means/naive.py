@@ -7,6 +7,19 @@ from torch import Tensor
 from headattr.kernels.row_means.batched import Keys, Rows
 
 
+def by_feature(
+    keys: Keys, weight: Float[Tensor, "row k_pos"], Q: Float[Tensor, "row d"], features: int
+) -> Float[Tensor, "row column"]:
+    """As `batched.by_feature`, one entry after the other."""
+    sums = weight.new_zeros(len(weight), features)
+    for row in range(len(weight)):
+        for position in range(weight.shape[1]):
+            for entry in range(int(keys.ptr[position]), int(keys.ptr[position + 1])):
+                product = torch.dot(Q[row], keys.vectors[entry])
+                sums[row, keys.columns[entry]] += weight[row, position] * product
+    return sums
+
+
 def differences(
     keys: Keys,
     rows: Rows,
