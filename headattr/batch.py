@@ -4,18 +4,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from headattr.attribution.layer import LayerTask, stream_layer, swallow_attention
 from headattr.basis.component import ActiveFeatures
-from headattr.budget import Budget, Shape, free_memory, parse_bytes, widest_layer
+from headattr.budget import Budget, free_memory, parse_bytes
 from headattr.edges import HeadId, parse_edge_rule, select_edges, token_filter
 from headattr.errors import PromptError
 from headattr.model.capture import PromptCapture, capture, pad
 from headattr.model.head import HeadWeights
 from headattr.model.proof import TOLERANCE
 from headattr.model.tokens import Prompt
-from headattr.plan import Run
+from headattr.plan import GUESSED_SLOTS, Run, shape_of
 from headattr.store.writer import ActiveLists, LayerPlan, PromptRecord, ShardWriter
 from headattr.tables import EdgePart, non_finite
 
@@ -23,8 +24,6 @@ Advance = Callable[[int], Any]
 """Told how many more rows of attention are done, one a query and head."""
 
 _Item = TypeVar("_Item")
-_GUESSED_SLOTS = 64
-"""Active features a position of a dictionary that does not say."""
 
 
 class FailedPrompts(Exception):
@@ -43,33 +42,15 @@ def rows_of_prompt(run: Run, prompt: Prompt) -> int:
 
 def budget_of(run: Run) -> Budget:
     """What the run may use, by default half of the memory that is free."""
-    model, sources = run.model, run.source_list
-    weights = model.family.head_weights(model.hf, run.plans[0].layer)
-    asked = run.config.memory
-    if asked is not None:
-        total = parse_bytes(asked)
+    model = run.model
+    if run.config.memory is not None:
+        total = parse_bytes(run.config.memory)
     elif model.device.type == "cuda":
-        import torch
-
         total = torch.cuda.mem_get_info(model.device)[0] // 2
     else:
         total = free_memory() // 2
-    slots = [_slots(source) for source in sources]
-    outputs = [plan.output for plan in run.plans if plan.output is not None]
-    shape = Shape(
-        number=model.dtype.itemsize,
-        d_model=model.d_model,
-        d_mlp=widest_layer(model.config),
-        d_head=weights.W_Q.shape[-1],
-        n_heads=model.n_heads,
-        n_kv_heads=len(weights.W_K),
-        slots=max(slots[plan.basis] for plan in run.plans),
-        reads=max((slots[output] for output in outputs), default=0),
-        features=max(source.about.n_features for source in sources),
-        layers=len(run.plans),
-        sites=len({source.layer for source in sources}),
-    )
-    return Budget(total, shape)
+    slots = [_slots(source) for source in run.source_list]
+    return Budget(total, shape_of(model, run.plans, run.source_list, slots))
 
 
 def _slots(source: Any) -> int:
@@ -77,7 +58,7 @@ def _slots(source: Any) -> int:
     if source.about.kind == "tokens":
         return 1
     fields = source.config.fields if source.about.kind == "sae" else {}
-    return int(fields.get("k", min(_GUESSED_SLOTS, source.about.n_features)))
+    return int(fields.get("k", min(GUESSED_SLOTS, source.about.n_features)))
 
 
 class Batch:

@@ -10,28 +10,36 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
+from headattr.attribution.blocks import Sizes as BlockSizes
+from headattr.attribution.blocks import blocks_of
 from headattr.basis.component import SourceInfo
 from headattr.basis.formats.saelens import read_config
 from headattr.basis.load import Sources, declared_bos
 from headattr.basis.sae import check_fit
 from headattr.basis.unembed import N_PREDICTED
+from headattr.budget import Budget, free_memory, parse_bytes
 from headattr.config import RunConfig, SourceSpec
 from headattr.edges import EdgeRule, listed_edges, parse_edge_rule, token_filter
 from headattr.errors import DictionaryError
 from headattr.inputs import inputs_of
+from headattr.kernels.pair_topk.dispatch import holds_products
 from headattr.model.load import DTYPES, LoadedModel
 from headattr.model.outline import outline_model
 from headattr.model.tokens import Prompt, decide_bos, tokenize
-from headattr.plan import distinct, plan_heads, plan_layer
+from headattr.plan import GUESSED_SLOTS, distinct, plan_heads, plan_layer, shape_of
 from headattr.stopwatch import Sizes, forward_seconds, layer_seconds
 from headattr.store.columns import OV, Column, edge_columns
 from headattr.store.format import slot_type
 from headattr.store.writer import LayerPlan
 from headattr.tables import TOP_MARGINALS
 
-_GUESSED_L0 = 64
+_KINDS = 3
+"""Features, bias, and error or position."""
+_HELD = 8192
+"""Edges of a layer that wait to be written, at most."""
 _PROCESS = 700e6
 """Bytes of Python with torch, transformers and sae_lens."""
 _STORED = {"scalar": 0.87, "array": 0.89, "rounded": 0.5, "q": 0.62, "k": 0.62, "o": 0.62}
@@ -98,7 +106,7 @@ def estimate_run(config: RunConfig) -> dict[str, Any]:
         "edges_are": "exact" if rule.kind in ("all", "file") else "at most",
         "bytes": round(stored),
         "bytes_per_edge": round(stored / total) if total else 0,
-        "memory": _memory(config, model, plans, order, prompts, edges, per_edge),
+        "memory": _memory(config, model, plans, order, prompts),
         "seconds": seconds,
         "assumed": list(dict.fromkeys(assumed)),
     }
@@ -122,7 +130,7 @@ def _source(model: LoadedModel, spec: SourceSpec, assumed: list[str]) -> _Source
     width, l0 = sae.fields["d_sae"], sae.fields.get("k") or sae.fields.get("max_iterations")
     name = spec.target.name
     if l0 is None:
-        l0 = min(_GUESSED_L0, width)
+        l0 = min(GUESSED_SLOTS, width)
         assumed.append(f"{name}: {l0} active features a position (its configuration does not say)")
     found = about("sae", spec.layer, width, name, sae.prepend_bos)
     return _Source(spec.layer, found, l0, width, sae.architecture != "matching_pursuit")
@@ -173,7 +181,7 @@ def _edge_bytes(
     config: RunConfig, plan: LayerPlan, order: Sequence[_Source]
 ) -> tuple[float, float]:
     """Bytes of an edge of a layer on disk, and in memory before it is written."""
-    kinds = 3
+    kinds = _KINDS
     numbers = {
         "totals": kinds * kinds,
         "q_contrast_totals": kinds,
@@ -214,12 +222,9 @@ def _memory(
     plans: Sequence[LayerPlan],
     order: Sequence[_Source],
     prompts: Sequence[Prompt],
-    edges: Sequence[int],
-    per_edge: Sequence[tuple[float, float]],
 ) -> dict[str, int]:
-    """Bytes: weights, dictionaries, a batch and the layer at work, the results of a shard."""
+    """Bytes: weights, dictionaries, what is at work, and results that are not written yet."""
     size = DTYPES[config.dtype].itemsize
-    longest = max((len(prompt.tokens) for prompt in prompts), default=0)
     weights = size * sum(p.numel() for p in model.hf.parameters())
     dictionaries = (
         size
@@ -229,22 +234,44 @@ def _memory(
             for s in order
         )
     )
-    heads = model.family.head_weights(model.hf, plans[0].layer)
-    d_head, kv = heads.W_Q.shape[-1], len(heads.W_K)
-    kept = longest * (4 * model.d_model + (model.n_heads + 2 * kv) * d_head)
-    captured = size * config.batch_size * len(plans) * kept
-    eager = 3 * 4 * config.batch_size * model.n_heads * longest**2
-    slots = max((order[plan.basis].l0 for plan in plans), default=1)
-    used = min(longest * slots, max(order[plan.basis].width for plan in plans))
-    layer = 8 * (used * model.d_model + longest * slots * d_head * (3 + kv) + 8 * longest**2)
-    layer += 8 * 12 * (1 << 21) + size * model.n_heads * longest**2
-    work = captured + max(eager, layer)
-    in_memory = sum(e * b for e, (_, b) in zip(edges, per_edge, strict=True))
-    shard = min(1.0, config.prompts_per_shard / max(1, len(prompts)))
-    results = 2 * in_memory * shard
-    parts = {"model": weights, "dictionaries": dictionaries, "work": work, "results": results}
+    total = free_memory() // 2 if config.memory is None else parse_bytes(config.memory)
+    shape = shape_of(model, plans, order, [source.l0 for source in order])
+    budget, lengths = Budget(total, shape), [len(prompt.tokens) for prompt in prompts]
+    work = 0
+    for batch in budget.batches(lengths, config.batch_size):
+        longest = max(lengths[i] for i in batch)
+        tokens = len(batch) * longest
+        captured = tokens * shape.captured(budget.layers_at_once(tokens), shape.sites)
+        attention = min(3 * size * len(batch) * model.n_heads * longest**2, total // 8 * 3)
+        running = tokens * shape.passing() + 4 * len(batch) * longest**2 + attention
+        blocks = max(_block_bytes(config, budget, plan, order, longest) for plan in plans)
+        work = max(work, captured + max(running, shape.attributed(longest) + blocks))
+    held = sum(_edge_bytes(config, plan, order)[1] for plan in plans) * _HELD
+    parts = {"model": weights, "dictionaries": dictionaries, "work": work, "results": held}
     whole = {name: round(value) for name, value in parts.items()}
     return {**whole, "peak": round(_PROCESS) + sum(whole.values())}
+
+
+def _block_bytes(
+    config: RunConfig, budget: Budget, plan: LayerPlan, order: Sequence[_Source], length: int
+) -> int:
+    """Of the queries and edges of a layer that are attributed at once."""
+    basis, output = order[plan.basis], None if plan.output is None else order[plan.output]
+    reads = 0 if output is None else output.width if plan.every_output else output.l0
+    sizes = BlockSizes(
+        length=length,
+        used=min(length * basis.l0, basis.width),
+        slots=basis.l0,
+        reads=reads,
+        every=plan.every_output,
+        d_head=budget.shape.d_head,
+        kinds=_KINDS,
+        topk=config.topk,
+        top_marginals=TOP_MARGINALS,
+        rank=config.rank,
+        products=holds_products(torch.device("cpu")),
+    )
+    return blocks_of(sizes, budget.block_bytes(length)).bytes
 
 
 def _seconds(

@@ -1,11 +1,12 @@
 """A run whose every input has been checked: model, dictionaries, prompts, what each layer does."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from headattr.basis.load import Sources, declared_bos, load_sources
+from headattr.budget import Shape, widest_layer
 from headattr.config import RunConfig, canonical_hash
 from headattr.edges import HeadId, listed_edges, parse_edge_rule, parse_heads, token_filter
 from headattr.errors import DictionaryError, UsageError
@@ -15,6 +16,9 @@ from headattr.model.proof import Errors, prove
 from headattr.model.tokens import Prompt, decide_bos, tokenize, vocabulary_lines
 from headattr.store.manifest import build_manifest
 from headattr.store.writer import LayerPlan
+
+GUESSED_SLOTS = 64
+"""Active features a position of a dictionary that does not say."""
 
 
 @dataclass(frozen=True)
@@ -179,6 +183,27 @@ def _implied(config: RunConfig, basis: Any) -> tuple[Any | None, str | None]:
     except DictionaryError as error:
         return None, str(error)
     return basis, None
+
+
+def shape_of(
+    model: LoadedModel, plans: Sequence[LayerPlan], sources: Sequence[Any], slots: Sequence[int]
+) -> Shape:
+    """What the memory of a prompt depends on; `slots`: active features a position, by source."""
+    weights = model.family.head_weights(model.hf, plans[0].layer)
+    outputs = [plan.output for plan in plans if plan.output is not None]
+    return Shape(
+        number=model.dtype.itemsize,
+        d_model=model.d_model,
+        d_mlp=widest_layer(model.config),
+        d_head=weights.W_Q.shape[-1],
+        n_heads=model.n_heads,
+        n_kv_heads=len(weights.W_K),
+        slots=max(slots[plan.basis] for plan in plans),
+        reads=max((slots[output] for output in outputs), default=0),
+        features=max(source.about.n_features for source in sources),
+        layers=len(plans),
+        sites=len({source.layer for source in sources}),
+    )
 
 
 def has_labels(source: Any) -> bool:

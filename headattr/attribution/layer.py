@@ -17,11 +17,11 @@ from jaxtyping import Float, Int
 from numpy.typing import NDArray
 from torch import Tensor
 
+from headattr.attribution.blocks import Blocks, Rank, Sizes, blocks_of
 from headattr.attribution.contrast import Ends, rows_of
 from headattr.attribution.ov import OvHead, block_completeness, output_side, ov_edges, ov_head
 from headattr.attribution.qk import (
     QkBlock,
-    Rank,
     contrast_pairs,
     contrasts_of,
     lengths,
@@ -33,6 +33,7 @@ from headattr.attribution.sides import Prepared, Side, prepare, project
 from headattr.basis.component import Components, Reads
 from headattr.errors import PromptError
 from headattr.kernels.pair_topk.batched import PairTopK
+from headattr.kernels.pair_topk.dispatch import holds_products
 from headattr.model.capture import LayerCapture
 from headattr.model.head import HeadWeights
 from headattr.model.proof import layer_errors
@@ -49,9 +50,6 @@ SINK_RATIO = 10.0
 
 _WORTH_THREADS = 1 << 29
 """Multiplications of one projection from which more than one thread pays."""
-
-_MOST_ROWS, _MOST_EDGES = 128, 512
-"""Queries and edges at once, at most: more no longer stay in the processor's caches."""
 
 Selector = Callable[[int, range, NDArray[np.floating]], tuple[NDArray[np.int64], NDArray[np.int64]]]
 """(head, query positions, their pattern [q_pos, k_pos], keys from 0 to the last query) -> query and
@@ -160,6 +158,7 @@ class _Layer:
         self.sink_share = np.zeros((len(task.heads), self.length), np.float64)
         self.share_sums = np.zeros((len(task.heads), 4), np.float64)
         self.n_nonfinite, self.has_edges = 0, False
+        self.blocks = self._blocks()
         self.rebuilt = torch.zeros_like(prepared.components.sparse_sum)
 
     def stream(self, keep: Keep) -> LayerFacts:
@@ -189,7 +188,7 @@ class _Layer:
                 if value is not None and self.output is not None:
                     own = kept.V[:, group]
                     ov = ov_head(weights, head, value, own, self.output, self.scale)
-            for start in range(0, self.length, step := self._rows_at_once()):
+            for start in range(0, self.length, step := self.blocks.rows):
                 rows = _Rows(task, Q, K, start, min(start + step, self.length))
                 if value is not None:
                     written = weights.written[head].to(exact)
@@ -228,8 +227,8 @@ class _Layer:
         shared = rows_of(weights, here, key, start, scale, rows.scores, rows.pattern)
         norms = lengths(Q, eps)[start:stop], lengths(K, eps)
         block = QkBlock(weights, here, key, Q[start:stop], K, *norms, scale, shared)
-        most = self._edges_kept()
-        for q_part, k_part in zip(q_pos.split(most), k_pos.split(most), strict=True):
+        parts = q_pos.split(self.blocks.kept), k_pos.split(self.blocks.kept)
+        for q_part, k_part in zip(*parts, strict=True):
             pattern = rows.pattern[q_part - start, k_part]
             keep(self._part(head, block, ov, pattern, q_part, k_part))
 
@@ -240,7 +239,7 @@ class _Layer:
         task = self.task
         order = k.argsort(stable=True)
         qk, moved, pairs = [], [], []
-        for some in order.split(self._edges_at_once(block, ov)):
+        for some in order.split(self.blocks.edges):
             q_pos, k_pos = q[some], k[some]
             keys, k_at = k_pos.unique(return_inverse=True)
             ends, key = Ends(q_pos, k_pos, q_pos - block.rows.start, k_at), block.key.at(keys)
@@ -272,7 +271,7 @@ class _Layer:
             return _columns([whole], None, "q_slots", "k_slots") | {
                 "pair_contrasts": _numpy(contrasts_of(block, ends, whole.left, whole.right))
             }
-        step = self._edges_at_once(block, None)
+        step = self.blocks.edges
         parts = [
             contrast_pairs(block, Ends(*some), self.task.topk)
             for some in zip(*(part.split(step) for part in ends), strict=True)
@@ -281,38 +280,29 @@ class _Layer:
         names = [pairs for pairs, _ in parts], None, "q_slots", "k_slots"
         return _columns(*names) | {"pair_contrasts": _numpy(contrasts)}
 
-    def _rows_at_once(self) -> int:
-        """Queries a block, so that what is kept of each row fits."""
-        slots = self._slots()
-        d_head = self.task.weights.W_Q.shape[-1]
-        a_row = 8 * (10 * self.length + 3 * len(self.prepared.used) + 3 * slots * d_head)
-        return max(1, min(_MOST_ROWS, self.task.memory // 4 // a_row))
-
-    def _edges_kept(self) -> int:
-        """Edges whose results are held before they are handed on."""
-        kinds = len(self.prepared.components.kinds)
-        an_edge = 2 * (40 * self.task.topk + 4 * 8 * kinds * kinds + 100 * self.task.top_marginals)
-        return max(1, self.task.memory // 8 // an_edge)
-
-    def _edges_at_once(self, block: QkBlock, ov: OvHead | None) -> int:
-        """Edges a chunk, so that their temporaries fit."""
-        task, slots = self.task, self._slots()
-        d_head = task.weights.W_Q.shape[-1]
-        pairs = slots if task.rank == "contrast" else min(task.topk, slots * slots)
-        an_edge = 8 * (20 * slots + 4 * task.top_marginals * d_head + 3 * pairs * d_head)
-        an_edge += 16 * slots * d_head
-        if ov is not None:
-            wide = 6 * len(ov.table) if ov.output.every else 12 * d_head * self._reads()
-            an_edge += 4 * wide
-        return max(1, min(_MOST_EDGES, task.memory // 4 // an_edge))
-
-    def _slots(self) -> int:
-        counts = self.prepared.components.active.counts
-        return max(1, int(counts.max())) if len(counts) else 1
-
-    def _reads(self) -> int:
-        counts = None if self.task.output is None else self.task.output.active.counts
-        return max(1, int(counts.max())) if counts is not None and len(counts) else 1
+    def _blocks(self) -> Blocks:
+        """How much is at work at once."""
+        task, components = self.task, self.prepared.components
+        reads = 0
+        if task.output is not None:
+            every = len(task.output.rows) if task.every_output else 0
+            reads = max(1, every, int(task.output.active.counts.max()))
+        return blocks_of(
+            Sizes(
+                length=self.length,
+                used=len(self.prepared.used),
+                slots=int(components.active.counts.max()),
+                reads=reads,
+                every=task.every_output,
+                d_head=task.weights.W_Q.shape[-1],
+                kinds=len(components.kinds),
+                topk=task.topk,
+                top_marginals=task.top_marginals,
+                rank=task.rank,
+                products=holds_products(self.on_flagged.device),
+            ),
+            task.memory,
+        )
 
     def _facts(self) -> LayerFacts:
         task, weights = self.task, self.task.weights
@@ -334,11 +324,6 @@ class _Layer:
             pattern_error=self.error,
             block_completeness=whole,
         )
-
-
-_MOST_ROWS = 128
-_MOST_EDGES = 512
-"""More at once are slower: they no longer stay in the processor's caches."""
 
 
 def _columns(

@@ -9,21 +9,20 @@ Interactions".
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from headattr.attribution.ablation import ablations
+from headattr.attribution.blocks import Rank
 from headattr.attribution.contrast import Ends, RowSums, sizes
 from headattr.attribution.sides import Projected, Side, at_slots, strongest
 from headattr.kernels.pair_topk.batched import PairTopK
 from headattr.kernels.pair_topk.dispatch import topk_pairs
 from headattr.kernels.row_means.dispatch import differences, pair_contrasts
 from headattr.model.head import HeadWeights
-
-Rank = Literal["value", "contrast"]
 
 
 class QkEdges(NamedTuple):

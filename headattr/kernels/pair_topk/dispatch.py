@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from headattr.kernels.pair_topk import batched, blocked
@@ -11,6 +12,10 @@ from headattr.kernels.pair_topk.selection import compiled_select
 
 def topk_pairs(left: Tensor, right: Tensor, *arguments: Any, **options: Any) -> PairTopK:
     """As `batched.topk_pairs`, the fastest way here."""
-    fast = left.device.type == "cpu" and compiled_select() is not None
-    path = blocked if fast else batched
+    path = batched if holds_products(left.device) else blocked
     return path.topk_pairs(left, right, *arguments, **options)
+
+
+def holds_products(device: torch.device) -> bool:
+    """Are all products of the edges of a call in memory at once?"""
+    return device.type != "cpu" or compiled_select() is None
