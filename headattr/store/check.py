@@ -33,12 +33,52 @@ _SUMS = (
 _TOTALS_ROUNDING = 4e-6  # float32 rounding of a sum of totals, relative to the sum of their sizes
 
 
+_ROWS = 1 << 16
+"""Edges that are checked at once."""
+
+
+class Spread:
+    """Worst and median of numbers from 0 on that come in parts, without keeping them.
+
+    The median is that of a histogram over the upper half of their bits as float32: to 1 in 128.
+    """
+
+    def __init__(self) -> None:
+        """Of no numbers yet."""
+        self._counts = np.zeros(1 << 16, np.int64)
+        self._worst = 0.0
+
+    def add(self, numbers: NDArray[Any]) -> None:
+        """More numbers; what is not finite is left out."""
+        finite = np.abs(numbers[np.isfinite(numbers)]).astype(np.float32).ravel()
+        self._counts += np.bincount(finite.view(np.uint32) >> 16, minlength=1 << 16)
+        self._worst = max(self._worst, float(finite.max(initial=0)))
+
+    @property
+    def worst(self) -> float | None:
+        """The largest, None of none."""
+        return self._worst if self._counts.any() else None
+
+    @property
+    def median(self) -> float | None:
+        """The middle one, None of none."""
+        total = int(self._counts.sum())
+        if not total:
+            return None
+        at = int(np.searchsorted(np.cumsum(self._counts), (total + 1) // 2))
+        return float(np.array(at << 16 | 1 << 15, np.uint32).view(np.float32)) if at else 0.0
+
+    def as_dict(self) -> dict[str, float | None]:
+        """{"worst", "median"}."""
+        return {"worst": self.worst, "median": self.median}
+
+
 class _Found(NamedTuple):
-    completeness: list[NDArray[Any]]
-    contrast: list[NDArray[Any]]
-    ov_completeness: list[NDArray[Any]]
-    block: list[NDArray[Any]]
-    pattern: list[NDArray[Any]]
+    completeness: Spread
+    contrast: Spread
+    ov_completeness: Spread
+    block: Spread
+    pattern: Spread
     problems: list[str]
 
 
@@ -49,7 +89,7 @@ def check_store(store: Store) -> dict[str, Any]:
     Errors are worst and median over all edges; null where there are none. Every problem names its
     file.
     """
-    found = _Found([], [], [], [], [], list(store.problems))
+    found = _Found(Spread(), Spread(), Spread(), Spread(), Spread(), list(store.problems))
     found.problems.extend(_manifest_problems(store))
     edges = 0
     for shard in store.shards:
@@ -72,13 +112,13 @@ def check_store(store: Store) -> dict[str, Any]:
         "ok": not found.problems,
         "shards": len(store.shards),
         "edges": edges,
-        "completeness": _worst_and_median(found.completeness),
-        "contrast_completeness": _worst_and_median(found.contrast),
+        "completeness": found.completeness.as_dict(),
+        "contrast_completeness": found.contrast.as_dict(),
         "ov": {
-            "completeness": _worst_and_median(found.ov_completeness),
-            "block_completeness": {"worst": _worst(found.block)},
+            "completeness": found.ov_completeness.as_dict(),
+            "block_completeness": {"worst": found.block.worst},
         },
-        "pattern_error": {"worst": _worst(found.pattern)},
+        "pattern_error": {"worst": found.pattern.worst},
         "set_aside": len(store.set_aside),
         "problems": found.problems,
     }
@@ -128,73 +168,112 @@ def _sidecar_problems(shard: Shard, manifest: dict[str, Any], name: str) -> list
 def _check_layer(shard: Shard, plan: dict[str, Any], name: str, found: _Found) -> int:
     if not shard.ids:
         return 0
-    base = f"layer/{plan['layer']}"
-    layer: Any = shard.file[base]
-    keys, group_ptr = layer["key"][:], layer["group_ptr"][:]
+    layer: Any = shard.file[f"layer/{plan['layer']}"]
+    group_ptr, where = layer["group_ptr"][:], f"{name} layer {plan['layer']}"
+    groups, edges = len(shard.ids) * len(plan["heads"]), len(layer["key"])
     counts = np.diff(group_ptr)
-    heads, lengths = len(plan["heads"]), np.diff(shard.ptr)
-    where = f"{name} layer {plan['layer']}"
-    if len(counts) != len(shard.ids) * heads or group_ptr[-1] != len(keys) or (counts < 0).any():
+    if len(counts) != groups or group_ptr[-1] != edges or (counts < 0).any():
         raise StoreError(f"{where}: the edge index does not fit its edges")
-    q_pos, k_pos = split_keys(keys)
-    group = np.repeat(np.arange(len(counts)), counts)
-    masked = (k_pos > q_pos) | (q_pos - k_pos >= (plan["window"] or np.inf))
-    if masked.any() or (q_pos >= np.repeat(lengths, heads)[group]).any():
-        found.problems.append(f"{where}: an edge is masked or beyond its prompt")
-    if ((np.diff(keys.astype(np.int64)) <= 0) & (np.diff(group) == 0)).any():
-        found.problems.append(f"{where}: edges are not in order, or one is there twice")
+    problems: set[str] = set()
+    before = (-1, -1)
+    largest = {errors: _largest(layer[errors]) for _, _, errors in _SUMS}
+    for start in range(0, edges, _ROWS):
+        rows = slice(start, min(start + _ROWS, edges))
+        keys = layer["key"][rows]
+        group = np.searchsorted(group_ptr, np.arange(rows.start, rows.stop), "right") - 1
+        out_of_order = _order_problems(shard, plan, keys, group, before)
+        problems |= out_of_order
+        before = (int(group[-1]), int(keys[-1]))
+        problems |= _value_problems(layer, plan, rows, largest)
+        if not out_of_order:
+            problems |= _slot_problems(shard, plan, rows, keys, group)
+        found.completeness.add(layer["completeness"][rows])
+        found.contrast.add(layer["contrast_completeness"][rows])
+        if plan["output"] is not None:
+            found.ov_completeness.add(layer["ov/completeness"][rows])
     for path in _float_datasets(layer):
-        if not np.isfinite(layer[path][:]).all():
-            found.problems.append(f"{where}: {path} has non-finite values")
-    for name, total, errors in _SUMS:
-        parts = layer[name][:].astype(np.float64)
-        axes = tuple(range(1, parts.ndim))
-        gap = np.abs(parts.sum(axes) - layer[total][:])
-        rounding = _TOTALS_ROUNDING * np.abs(parts).sum(axes)
-        if (gap > layer[errors][:].max(initial=0) * 1e3 + rounding).any():
-            found.problems.append(f"{where}: {name} does not sum to the {total}")
-    if (cap := plan["softcap"]) is not None:
-        gap = np.abs(layer["score_capped"][:] - cap * np.tanh(layer["score"][:] / cap))
-        if (gap > _TOTALS_ROUNDING * cap).any():
-            found.problems.append(f"{where}: score_capped is not the score under the cap of {cap}")
-    begin = shard.ptr[:-1].repeat(heads)[group]
-    _check_slots(shard, plan, (begin + q_pos, begin + k_pos), where, found)
-    found.completeness.append(layer["completeness"][:])
-    found.contrast.append(layer["contrast_completeness"][:])
-    found.pattern.append(layer["pattern_error"][:])
+        if len(layer[path]) != edges and not np.isfinite(layer[path][:]).all():
+            problems.add(f"{path} has non-finite values")
+    found.problems.extend(f"{where}: {problem}" for problem in sorted(problems))
+    found.pattern.add(layer["pattern_error"][:])
     if plan["output"] is not None:
-        found.ov_completeness.append(layer["ov/completeness"][:])
-        found.block.append(layer["ov/block_completeness"][:])
-    return len(keys)
+        found.block.add(layer["ov/block_completeness"][:])
+    return edges
 
 
-def _check_slots(
+def _largest(dataset: Any) -> float:
+    parts = range(0, len(dataset), _ROWS)
+    return max((float(dataset[i : i + _ROWS].max(initial=0)) for i in parts), default=0.0)
+
+
+def _order_problems(
     shard: Shard,
     plan: dict[str, Any],
-    ends: tuple[NDArray[Any], NDArray[Any]],
-    where: str,
-    found: _Found,
-) -> None:
-    """Every slot is within the active list of its position; `ends` are the edges' positions in the
-    shard."""
-    q_at, k_at = ends
-    layer = shard.file[f"layer/{plan['layer']}"]
+    keys: NDArray[Any],
+    group: NDArray[np.int64],
+    before: tuple[int, int],
+) -> set[str]:
+    """Edges outside mask or prompt, out of order or twice; `before`: group and key of the edge
+    before these."""
+    q_pos, k_pos = split_keys(keys)
+    lengths, heads = np.diff(shard.ptr), len(plan["heads"])
+    masked = (k_pos > q_pos) | (q_pos - k_pos >= (plan["window"] or np.inf))
+    problems = set()
+    if masked.any() or (q_pos >= np.repeat(lengths, heads)[group]).any():
+        problems.add("an edge is masked or beyond its prompt")
+    with_before = np.concatenate([[before[1]], keys.astype(np.int64)])
+    same = np.diff(np.concatenate([[before[0]], group])) == 0
+    if ((np.diff(with_before) <= 0) & same).any():
+        problems.add("edges are not in order, or one is there twice")
+    return problems
+
+
+def _value_problems(
+    layer: Any, plan: dict[str, Any], rows: slice, largest: dict[str, float]
+) -> set[str]:
+    """Numbers that are not finite, sums that do not add up; `largest`: measured errors."""
+    problems = set()
+    for path in _float_datasets(layer):
+        if len(layer[path]) == len(layer["key"]) and not np.isfinite(layer[path][rows]).all():
+            problems.add(f"{path} has non-finite values")
+    for name, total, errors in _SUMS:
+        parts = layer[name][rows].astype(np.float64)
+        axes = tuple(range(1, parts.ndim))
+        gap = np.abs(parts.sum(axes) - layer[total][rows])
+        rounding = _TOTALS_ROUNDING * np.abs(parts).sum(axes)
+        if (gap > largest[errors] * 1e3 + rounding).any():
+            problems.add(f"{name} does not sum to the {total}")
+    if (cap := plan["softcap"]) is not None:
+        gap = np.abs(layer["score_capped"][rows] - cap * np.tanh(layer["score"][rows] / cap))
+        if (gap > _TOTALS_ROUNDING * cap).any():
+            problems.add(f"score_capped is not the score under the cap of {cap}")
+    return problems
+
+
+def _slot_problems(
+    shard: Shard, plan: dict[str, Any], rows: slice, keys: NDArray[Any], group: NDArray[np.int64]
+) -> set[str]:
+    """Slots beyond the active list of their position."""
+    q_pos, k_pos = split_keys(keys)
+    layer, begin = shard.file[f"layer/{plan['layer']}"], shard.ptr[group // len(plan["heads"])]
 
     def longest(source: int, positions: NDArray[Any]) -> NDArray[Any]:
         return np.diff(shard.file[f"source/{source}/ptr"][:])[positions]
 
-    lengths = {"q": longest(plan["basis"], q_at), "k": longest(plan["basis"], k_at)}
+    lengths = {
+        "q": longest(plan["basis"], begin + q_pos),
+        "k": longest(plan["basis"], begin + k_pos),
+    }
     columns = list(EDGE.values())
     if plan["output"] is not None:
         columns += OV.values()
         if not plan["every_output"]:
-            lengths["o"] = longest(plan["output"], q_at)
-    for name, kind in columns:
-        length = lengths.get(kind)
-        if length is None:
-            continue
-        if (decode_slots(layer[name][:]).max(1, initial=-1) >= length).any():
-            found.problems.append(f"{where}: {name} points beyond an active list")
+            lengths["o"] = longest(plan["output"], begin + q_pos)
+    return {
+        f"{name} points beyond an active list"
+        for name, kind in columns
+        if kind in lengths and (decode_slots(layer[name][rows]).max(1) >= lengths[kind]).any()
+    }
 
 
 def _float_datasets(layer: Any) -> list[str]:
@@ -215,20 +294,9 @@ def _check_errors(found: _Found, tolerance: float) -> None:
         ("block completeness", found.block),
         ("pattern error", found.pattern),
     ):
-        worst = _worst(errors)
+        worst = errors.worst
         if worst is not None and not worst <= tolerance:
             found.problems.append(f"worst {name} is {worst:.1e}; expected at most {tolerance:.0e}")
-
-
-def _worst(errors: list[NDArray[Any]]) -> float | None:
-    sizes = [float(part[np.isfinite(part)].max(initial=0)) for part in errors if part.size]
-    return max(sizes, default=None)
-
-
-def _worst_and_median(errors: list[NDArray[Any]]) -> dict[str, float | None]:
-    every = np.concatenate(errors) if errors else np.empty(0)
-    every = every[np.isfinite(every)]
-    return {"worst": _worst(errors), "median": float(np.median(every)) if every.size else None}
 
 
 def render_check(answer: dict[str, Any]) -> str:
