@@ -1,0 +1,323 @@
+"""The compiled loops of topk_pairs: products in tiles, and only those that can matter.
+
+The rows of a list are visited in order of their norm, largest first. A tile of products is
+multiplied in registers and compared with the bound, a value that k products of the edge are known
+to reach; what reaches it joins the candidates, and the candidates raise the bound. No product is
+larger than the norms of its two rows, so where that lies under the bound, the rest of the row of
+tiles is left. Needs numba; see `selection`.
+"""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numba import njit
+
+from headattr.kernels.pair_topk.tile import TILE_ROWS, lowest_bit, multiply_tile, tile_columns
+
+__all__ = ["TILE_ROWS", "order_lists", "strongest", "tile_columns"]
+_BUCKETS = 256
+_CACHE = 1 << 17
+"""Bytes of columns that all rows pass before the next columns: half of a core's own cache."""
+
+
+def compiled(function: Callable[..., Any], **options: Any) -> Any:
+    """The function as machine code; unwrapped, because the tests check types on every call."""
+    function = inspect.unwrap(function)
+    try:
+        return njit(nogil=True, cache=True, **options)(function)
+    except RuntimeError:  # nowhere to keep what was compiled
+        return njit(nogil=True, **options)(function)
+
+
+def _squares(numbers: Any, start: Any, depth: Any) -> Any:
+    """Sum of squares of numbers[start : start + depth]."""
+    total = numbers[start] * numbers[start]
+    for i in range(start + 1, start + depth):
+        total += numbers[i] * numbers[i]
+    return total
+
+
+_sum_of_squares = compiled(_squares, fastmath={"reassoc", "contract"})
+
+
+@compiled
+def _order(numbers: Any, start: Any, depth: Any, slots: Any, norms: Any) -> Any:
+    """Fill slots with the rows of the list at `start`, in falling order of norm, and norms; return
+    the mean.
+
+    The order is that of 256 steps of 3 %, below which all rows are alike; norms[i] is no less than
+    the norm of any row from i on, rounding included: with relative margin for sums and products of
+    `depth` terms, and absolute margin for squares too small to be a number. Rows that hold NaN or
+    overflow come first: their norm is infinite.
+    """
+    count = len(slots)
+    limits = np.finfo(norms.dtype)
+    margin = norms.dtype.type(1 + (depth + 4) * limits.eps)
+    least = np.sqrt(norms.dtype.type(depth) * limits.tiny)
+    infinite = norms.dtype.type(np.inf)
+    own = np.empty(count, norms.dtype)
+    coarse = np.empty(count, np.float32)
+    bits = coarse.view(np.int32)
+    top, total = np.int32(0), 0.0
+    for row in range(count):
+        norm = np.sqrt(_sum_of_squares(numbers, start + row * depth, depth)) * margin + least
+        if not norm < infinite:
+            norm = infinite
+        own[row] = norm
+        coarse[row] = norm
+        top = max(top, bits[row])
+        total += norm
+    ends = np.zeros(_BUCKETS + 1, np.int32)
+    for row in range(count):
+        bits[row] = min((top - bits[row]) >> 18, _BUCKETS - 1)
+        ends[bits[row] + 1] += 1
+    for bucket in range(_BUCKETS):
+        ends[bucket + 1] += ends[bucket]
+    for row in range(count):
+        place = ends[bits[row]]
+        ends[bits[row]] += 1
+        slots[place] = row
+        norms[place] = own[row]
+    for place in range(count - 2, -1, -1):
+        norms[place] = max(norms[place], norms[place + 1])
+    return total / max(count, 1)
+
+
+@compiled
+def order_lists(numbers: Any, counts: Any, used: Any, slots: Any, norms: Any, means: Any) -> None:
+    """`_order` of every list that is used; slots and norms are [list, row]."""
+    lists, rows = slots.shape
+    depth = len(numbers) // (lists * rows)
+    for i in range(lists):
+        if used[i]:
+            n = counts[i]
+            means[i] = _order(numbers, i * rows * depth, depth, slots[i, :n], norms[i, :n])
+
+
+@compiled
+def _pack(
+    numbers: Any, start: Any, depth: Any, slots: Any, first: Any, width: Any, packed: Any
+) -> None:
+    """packed[first * depth:] = [depth, width]: the rows first to first + width in order, turned."""
+    for c in range(width):
+        to = first * depth + c
+        if first + c < len(slots):
+            row = start + slots[first + c] * depth
+            for i in range(depth):
+                packed[to + i * width] = numbers[row + i]
+        else:
+            for i in range(depth):
+                packed[to + i * width] = 0
+
+
+@compiled
+def _tighten(found: Any, kept: Any, k: Any, mask: Any) -> Any:
+    """Of the candidates leave the k strongest and a few more; return how many, and the smallest
+    size among them, which k products reach.
+
+    Halves the range of sizes until the number above is near k. The bits of |x| order like |x|;
+    where `mask` is 0 all sizes are equal.
+    """
+    products, bits, keys = found
+    number = bits.dtype.type
+    low, high, enough, wanted = number(0), number(0), kept, k + 4 + k // 16
+    for i in range(kept):
+        high = max(high, bits[i] & mask)
+    high = number(high + 1)
+    while enough > wanted and high - low > 1:
+        middle = number(low + (high - low) // 2)
+        count = np.int32(0)
+        for i in range(kept):
+            count += np.int32((bits[i] & mask) >= middle)
+        if count >= k:
+            low, enough = middle, np.int64(count)
+        else:
+            high = middle
+    last = np.int64(-1)  # the key above which a candidate of size `low` is left out
+    if enough > wanted:  # fewer than k are larger; of the equal ones, the lowest keys
+        same, equal = np.empty(enough, np.int64), 0
+        for i in range(kept):
+            if (bits[i] & mask) == low:
+                same[equal] = keys[i]
+                equal += 1
+        last = np.sort(same[:equal])[k - (enough - equal) - 1]
+    left, smallest = 0, products.dtype.type(np.inf)
+    for i in range(kept):
+        size = bits[i] & mask
+        if size > low or (size == low and (last < 0 or keys[i] <= last)):
+            products[left], keys[left] = products[i], keys[i]
+            smallest = min(smallest, abs(products[left]))
+            left += 1
+    return left, smallest if mask != 0 else products.dtype.type(0)
+
+
+@compiled
+def _write(
+    found: Any, kept: Any, mask: Any, scale: Any, turned: Any, values: Any, rows: Any, columns: Any
+) -> None:
+    """The k strongest candidates in order: larger size first, then lower key."""
+    products, bits, keys = found
+    for this in range(kept):
+        size, key = bits[this] & mask, keys[this]
+        above, same = np.int32(0), np.int32(0)
+        for other in range(kept):
+            above += np.int32((bits[other] & mask) > size)
+            same += np.int32((bits[other] & mask) == size)
+        rank = np.int64(above)
+        if rank < len(values) and same > 1:
+            for other in range(kept):
+                rank += ((bits[other] & mask) == size) & (keys[other] < key)
+        if rank < len(values):
+            first, second = key >> 32, key & 0xFFFFFFFF
+            values[rank] = scale * products[this]
+            rows[rank], columns[rank] = (second, first) if turned else (first, second)
+
+
+@compiled
+def _inside(rows: Any, columns: Any, shift: Any) -> Any:
+    """The bits of a tile's half that has this many rows and columns left."""
+    word = np.uint64(0)
+    for r in range(min(rows, TILE_ROWS // 2)):
+        across = (np.uint64(1) << np.uint64(min(columns, 1 << shift))) - np.uint64(1)
+        word |= across << np.uint64(r << shift)
+    return word
+
+
+@compiled
+def _add(
+    word: Any, start: Any, tile: Any, slots: Any, f_slots: Any, shift: Any, turned: Any,
+    found: Any, kept: Any, most: Any, plain: Any,
+) -> Any:  # fmt: skip
+    """Add the products of a tile's half whose bits are set in `word` to the candidates."""
+    products, bits, keys = found
+    bad = 0
+    while word != 0:
+        bit = lowest_bit(word)
+        word &= word - np.uint64(1)
+        products[kept] = tile[start + bit]
+        if (bits[kept] & plain) > most:
+            bad += 1
+            continue
+        row, column = np.int64(slots[bit >> shift]), np.int64(f_slots[bit & ((1 << shift) - 1)])
+        keys[kept] = column << 32 | row if turned else row << 32 | column
+        kept += 1
+    return kept, bad
+
+
+@compiled
+def _candidates(
+    m_list: Any, f_list: Any, packed: Any, ready: Any, depth: Any, shift: Any, turned: Any,
+    tile: Any, found: Any, k: Any, mask: Any, plain: Any, most: Any, bound: Any,
+) -> Any:  # fmt: skip
+    """The products of one edge that reach `bound`, as far as they can be among the k strongest.
+
+    Returns how many, how many are not finite, and how many columns are packed now.
+    """
+    numbers, base, slots, norms = m_list
+    f_numbers, f_base, f_slots, f_norms = f_list
+    n, m, last, width = len(slots), len(f_slots), len(slots) - 1, 1 << shift
+    half, full = TILE_ROWS // 2, len(found[0]) - TILE_ROWS * width
+    step = max(1, _CACHE // (width * depth * tile.itemsize)) * width
+    kept, bad = 0, 0
+    for block in range(0, m, step):
+        if norms[0] * f_norms[block] < bound:
+            break
+        for row in range(0, n, TILE_ROWS):
+            longest = norms[row]
+            if longest * f_norms[block] < bound:
+                break
+            starts = (
+                base + slots[row] * depth,
+                base + slots[min(row + 1, last)] * depth,
+                base + slots[min(row + 2, last)] * depth,
+                base + slots[min(row + 3, last)] * depth,
+                base + slots[min(row + 4, last)] * depth,
+                base + slots[min(row + 5, last)] * depth,
+            )
+            for column in range(block, min(block + step, m), width):
+                if longest * f_norms[column] < bound:
+                    break
+                while ready <= column:
+                    _pack(f_numbers, f_base, depth, f_slots, ready, width, packed)
+                    ready += width
+                one, two = multiply_tile(numbers, starts, packed, column * depth, depth, bound, tile)
+                if row + TILE_ROWS > n or column + width > m:
+                    one &= _inside(n - row, m - column, shift)
+                    two &= _inside(n - row - half, m - column, shift)
+                if one:
+                    kept, more = _add(
+                        one, 0, tile, slots[row:], f_slots[column:], shift, turned, found, kept,
+                        most, plain,
+                    )  # fmt: skip
+                    bad += more
+                if two:
+                    kept, more = _add(
+                        two, half * width, tile, slots[row + half :], f_slots[column:], shift,
+                        turned, found, kept, most, plain,
+                    )  # fmt: skip
+                    bad += more
+                if kept > full:
+                    kept, reached = _tighten(found, kept, k, mask)
+                    bound = max(bound, reached)
+    return kept, bad, ready
+
+
+@compiled
+def strongest(
+    moving: Any, fixed: Any, n_m: Any, n_f: Any, m_at: Any, f_at: Any, slots: Any, norms: Any,
+    means: Any, scale: Any, turned: Any, shift: Any, packed: Any, tile: Any, found: Any,
+    values: Any, rows: Any, columns: Any, nonfinite: Any,
+) -> None:  # fmt: skip
+    """Fill values, rows, columns [edge, k] and nonfinite [edge].
+
+    Edge e multiplies the rows of moving[m_at[e]] by those of fixed[f_at[e]]; the first n_m, n_f of
+    a list count. `slots`, `norms`, `means` are `order_lists` of moving. Values are times `scale`;
+    where that is 0 all products are equal. Ties go to the lower row, then column, or with `turned`
+    to the lower column, then row. `packed`, `tile` and `found` are room to work in.
+    """
+    k, depth = values.shape[1], moving.shape[2]
+    m_step, f_step = moving.shape[1] * depth, fixed.shape[1] * depth
+    numbers, f_numbers = moving.reshape(-1), fixed.reshape(-1)
+    products, bits, _ = found
+    limits = np.finfo(products.dtype)
+    products[0] = limits.max
+    largest = bits[0]
+    plain = largest | (largest >> 1)
+    f_slots, f_norms = np.empty(fixed.shape[1], np.int32), np.empty(fixed.shape[1], tile.dtype)
+    before, ready, f_mean, share, part = -1, 0, 0.0, 0.0, 0.9
+    for edge in range(len(m_at)):
+        i, j = m_at[edge], f_at[edge]
+        n, m, size = n_m[i], n_f[j], abs(scale[edge])
+        if n == 0 or m == 0:
+            continue
+        if j != before:
+            before, ready = j, 0
+            f_mean = _order(f_numbers, j * f_step, depth, f_slots[:m], f_norms[:m])
+        m_list = (numbers, i * m_step, slots[i, :n], norms[i, :n])
+        f_list = (f_numbers, j * f_step, f_slots[:m], f_norms[:m])
+        mask, most = (bits.dtype.type(0) if size == 0 else plain), largest
+        if size > 1:  # what overflows once it is scaled
+            products[0] = limits.max / size
+            most = bits[0]
+        if not size < np.inf:
+            most = bits.dtype.type(-1)
+        means_product = means[i] * f_mean
+        guess = share * part * means_product
+        if not (guess < limits.max and 0 < size < np.inf):
+            guess = 0.0
+        for again in range(2):
+            kept, bad, ready = _candidates(
+                m_list, f_list, packed, ready, depth, shift, turned, tile, found, k, mask, plain,
+                most, tile.dtype.type(guess),
+            )  # fmt: skip
+            if kept >= k or guess == 0:
+                break
+            part, guess = max(0.5, part * 0.9), 0.0
+        part = min(0.97, part * 1.003)
+        nonfinite[edge] = bad
+        if kept > k:
+            kept, reached = _tighten(found, kept, k, mask)
+            share = reached / means_product
+        _write(found, kept, mask, scale[edge], turned, values[edge], rows[edge], columns[edge])
