@@ -73,14 +73,14 @@ def _fill(
     used = np.zeros(len(moving), np.bool_)
     used[at[0]] = True
     order, norms = np.empty(moving.shape[:2], np.int32), np.empty(moving.shape[:2], moving.dtype)
-    means = np.zeros(len(moving))
-    loops.order_lists(moving.reshape(-1), n_m, used, order, norms, means)
+    sums = np.zeros(len(moving), moving.dtype)
+    loops.order_lists(moving.reshape(-1), n_m, used, order, norms, sums)
     width = loops.tile_columns(moving.dtype)
     columns = -(-fixed.shape[1] // width) * width
     room = values.shape[1] * 9 // 8 + 64 + loops.TILE_ROWS * width
     found = np.zeros(room, moving.dtype)
     loops.strongest(
-        moving, fixed, n_m, n_f, *at, order, norms, means, scale, turned,
+        moving, fixed, n_m, n_f, *at, order, norms, sums, scale, turned,
         width.bit_length() - 1, _aligned(columns * moving.shape[2], moving.dtype),
         _aligned(loops.TILE_ROWS * width, moving.dtype),
         (found, found.view(f"i{moving.itemsize}"), np.zeros(room, np.int64)),

@@ -33,67 +33,67 @@ def compiled(function: Callable[..., Any], **options: Any) -> Any:
 
 def _squares(numbers: Any, start: Any, depth: Any) -> Any:
     """Sum of squares of numbers[start : start + depth]."""
-    total = numbers[start] * numbers[start]
-    for i in range(start + 1, start + depth):
-        total += numbers[i] * numbers[i]
+    row, total = numbers[start : start + depth], numbers.dtype.type(0)
+    for i in range(len(row)):
+        total += row[i] * row[i]
     return total
 
 
-_sum_of_squares = compiled(_squares, fastmath={"reassoc", "contract"})
+_sum_of_squares = compiled(_squares, fastmath={"reassoc", "contract", "nsz"})
 
 
 @compiled
-def _order(numbers: Any, start: Any, depth: Any, slots: Any, norms: Any) -> Any:
+def _order(numbers: Any, start: Any, depth: Any, slots: Any, norms: Any, own: Any) -> Any:
     """Fill slots with the rows of the list at `start`, in falling order of norm, and norms; return
-    the mean.
+    the sum of all norms.
 
-    The order is that of 256 steps of 3 %, below which all rows are alike; norms[i] is no less than
-    the norm of any row from i on, rounding included: with relative margin for sums and products of
-    `depth` terms, and absolute margin for squares too small to be a number. Rows that hold NaN or
-    overflow come first: their norm is infinite.
+    The order is that of 256 steps of 3 %; below these all rows are alike. norms[i] is no less than
+    the norm of any row from i on, rounding included: a relative margin for sums and products of
+    `depth` terms, and an absolute one for squares too small to be a number. Rows that hold NaN or
+    overflow come first: their norm is infinite. `own` is room for a norm of each row.
     """
-    count = len(slots)
+    count, number = len(slots), norms.dtype.type
     limits = np.finfo(norms.dtype)
-    margin = norms.dtype.type(1 + (depth + 4) * limits.eps)
-    least = np.sqrt(norms.dtype.type(depth) * limits.tiny)
-    infinite = norms.dtype.type(np.inf)
-    own = np.empty(count, norms.dtype)
+    margin, infinite = number(1 + (depth + 4) * limits.eps), number(np.inf)
+    least = np.sqrt(number(depth) * limits.tiny)
     coarse = np.empty(count, np.float32)
     bits = coarse.view(np.int32)
-    top, total = np.int32(0), 0.0
-    for row in range(count):
-        norm = np.sqrt(_sum_of_squares(numbers, start + row * depth, depth)) * margin + least
-        if not norm < infinite:
-            norm = infinite
-        own[row] = norm
-        coarse[row] = norm
-        top = max(top, bits[row])
-        total += norm
     ends = np.zeros(_BUCKETS + 1, np.int32)
+    top, total = np.int32(0), number(0)
+    for row in range(count):
+        own[row] = _sum_of_squares(numbers, start + row * depth, depth)
+    for row in range(count):
+        norm = np.sqrt(own[row]) * margin + least
+        norm = norm if norm < infinite else infinite
+        own[row] = coarse[row] = norm
+        total += norm
+    for row in range(count):
+        top = max(top, bits[row])
     for row in range(count):
         bits[row] = min((top - bits[row]) >> 18, _BUCKETS - 1)
-        ends[bits[row] + 1] += 1
+        ends[np.uint32(bits[row] + 1)] += 1
     for bucket in range(_BUCKETS):
         ends[bucket + 1] += ends[bucket]
     for row in range(count):
-        place = ends[bits[row]]
-        ends[bits[row]] += 1
-        slots[place] = row
-        norms[place] = own[row]
+        bucket = np.uint32(bits[row])
+        place = np.uint32(ends[bucket])
+        ends[bucket] += 1
+        slots[place], norms[place] = row, own[row]
     for place in range(count - 2, -1, -1):
         norms[place] = max(norms[place], norms[place + 1])
-    return total / max(count, 1)
+    return total
 
 
 @compiled
-def order_lists(numbers: Any, counts: Any, used: Any, slots: Any, norms: Any, means: Any) -> None:
+def order_lists(numbers: Any, counts: Any, used: Any, slots: Any, norms: Any, sums: Any) -> None:
     """`_order` of every list that is used; slots and norms are [list, row]."""
     lists, rows = slots.shape
     depth = len(numbers) // (lists * rows)
+    own = np.empty(rows, norms.dtype)
     for i in range(lists):
         if used[i]:
             n = counts[i]
-            means[i] = _order(numbers, i * rows * depth, depth, slots[i, :n], norms[i, :n])
+            sums[i] = _order(numbers, i * rows * depth, depth, slots[i, :n], norms[i, :n], own)
 
 
 @compiled
@@ -187,12 +187,14 @@ def _inside(rows: Any, columns: Any, shift: Any) -> Any:
 
 @compiled
 def _add(
-    word: Any, start: Any, tile: Any, slots: Any, f_slots: Any, shift: Any, turned: Any,
-    found: Any, kept: Any, most: Any, plain: Any,
+    word: Any, half: Any, row: Any, column: Any, tile: Any, slots: Any, f_slots: Any, shift: Any,
+    turned: Any, found: Any, kept: Any, most: Any, plain: Any,
 ) -> Any:  # fmt: skip
-    """Add the products of a tile's half whose bits are set in `word` to the candidates."""
+    """Add the products of a tile's half whose bits are set in `word` to the candidates; return how
+    many there are now, and how many were not finite."""
     products, bits, keys = found
-    bad = 0
+    bad, width = 0, 1 << shift
+    start, row = (half * TILE_ROWS // 2) << shift, row + half * TILE_ROWS // 2
     while word != 0:
         bit = lowest_bit(word)
         word &= word - np.uint64(1)
@@ -200,8 +202,8 @@ def _add(
         if (bits[kept] & plain) > most:
             bad += 1
             continue
-        row, column = np.int64(slots[bit >> shift]), np.int64(f_slots[bit & ((1 << shift) - 1)])
-        keys[kept] = column << 32 | row if turned else row << 32 | column
+        a, b = np.int64(slots[row + (bit >> shift)]), np.int64(f_slots[column + (bit & width - 1)])
+        keys[kept] = b << 32 | a if turned else a << 32 | b
         kept += 1
     return kept, bad
 
@@ -218,7 +220,7 @@ def _candidates(
     numbers, base, slots, norms = m_list
     f_numbers, f_base, f_slots, f_norms = f_list
     n, m, last, width = len(slots), len(f_slots), len(slots) - 1, 1 << shift
-    half, full = TILE_ROWS // 2, len(found[0]) - TILE_ROWS * width
+    full = len(found[0]) - TILE_ROWS * width
     step = max(1, _CACHE // (width * depth * tile.itemsize)) * width
     kept, bad = 0, 0
     for block in range(0, m, step):
@@ -245,17 +247,17 @@ def _candidates(
                 one, two = multiply_tile(numbers, starts, packed, column * depth, depth, bound, tile)
                 if row + TILE_ROWS > n or column + width > m:
                     one &= _inside(n - row, m - column, shift)
-                    two &= _inside(n - row - half, m - column, shift)
+                    two &= _inside(n - row - TILE_ROWS // 2, m - column, shift)
                 if one:
                     kept, more = _add(
-                        one, 0, tile, slots[row:], f_slots[column:], shift, turned, found, kept,
+                        one, 0, row, column, tile, slots, f_slots, shift, turned, found, kept,
                         most, plain,
                     )  # fmt: skip
                     bad += more
                 if two:
                     kept, more = _add(
-                        two, half * width, tile, slots[row + half :], f_slots[column:], shift,
-                        turned, found, kept, most, plain,
+                        two, 1, row, column, tile, slots, f_slots, shift, turned, found, kept,
+                        most, plain,
                     )  # fmt: skip
                     bad += more
                 if kept > full:
@@ -267,13 +269,13 @@ def _candidates(
 @compiled
 def strongest(
     moving: Any, fixed: Any, n_m: Any, n_f: Any, m_at: Any, f_at: Any, slots: Any, norms: Any,
-    means: Any, scale: Any, turned: Any, shift: Any, packed: Any, tile: Any, found: Any,
+    sums: Any, scale: Any, turned: Any, shift: Any, packed: Any, tile: Any, found: Any,
     values: Any, rows: Any, columns: Any, nonfinite: Any,
 ) -> None:  # fmt: skip
     """Fill values, rows, columns [edge, k] and nonfinite [edge].
 
     Edge e multiplies the rows of moving[m_at[e]] by those of fixed[f_at[e]]; the first n_m, n_f of
-    a list count. `slots`, `norms`, `means` are `order_lists` of moving. Values are times `scale`;
+    a list count. `slots`, `norms`, `sums` are `order_lists` of moving. Values are times `scale`;
     where that is 0 all products are equal. Ties go to the lower row, then column, or with `turned`
     to the lower column, then row. `packed`, `tile` and `found` are room to work in.
     """
@@ -286,7 +288,8 @@ def strongest(
     largest = bits[0]
     plain = largest | (largest >> 1)
     f_slots, f_norms = np.empty(fixed.shape[1], np.int32), np.empty(fixed.shape[1], tile.dtype)
-    before, ready, f_mean, share, part = -1, 0, 0.0, 0.0, 0.9
+    own = np.empty(fixed.shape[1], tile.dtype)
+    before, ready, f_sum, share, part = -1, 0, 0.0, 0.0, 0.9
     for edge in range(len(m_at)):
         i, j = m_at[edge], f_at[edge]
         n, m, size = n_m[i], n_f[j], abs(scale[edge])
@@ -294,7 +297,7 @@ def strongest(
             continue
         if j != before:
             before, ready = j, 0
-            f_mean = _order(f_numbers, j * f_step, depth, f_slots[:m], f_norms[:m])
+            f_sum = _order(f_numbers, j * f_step, depth, f_slots[:m], f_norms[:m], own)
         m_list = (numbers, i * m_step, slots[i, :n], norms[i, :n])
         f_list = (f_numbers, j * f_step, f_slots[:m], f_norms[:m])
         mask, most = (bits.dtype.type(0) if size == 0 else plain), largest
@@ -303,8 +306,8 @@ def strongest(
             most = bits[0]
         if not size < np.inf:
             most = bits.dtype.type(-1)
-        means_product = means[i] * f_mean
-        guess = share * part * means_product
+        typical = np.float64(sums[i]) / n * f_sum / m
+        guess = share * part * typical
         if not (guess < limits.max and 0 < size < np.inf):
             guess = 0.0
         for again in range(2):
@@ -319,5 +322,5 @@ def strongest(
         nonfinite[edge] = bad
         if kept > k:
             kept, reached = _tighten(found, kept, k, mask)
-            share = reached / means_product
+            share = reached / typical
         _write(found, kept, mask, scale[edge], turned, values[edge], rows[edge], columns[edge])
