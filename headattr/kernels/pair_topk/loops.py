@@ -101,15 +101,16 @@ def _pack(
     numbers: Any, start: Any, depth: Any, slots: Any, first: Any, width: Any, packed: Any
 ) -> None:
     """packed[first * depth:] = [depth, width]: the rows first to first + width in order, turned."""
+    to = packed[first * depth : (first + width) * depth]
     for c in range(width):
-        to = first * depth + c
         if first + c < len(slots):
-            row = start + slots[first + c] * depth
+            own = start + slots[first + c] * depth
+            row = numbers[own : own + depth]
             for i in range(depth):
-                packed[to + i * width] = numbers[row + i]
+                to[np.uint64(i * width + c)] = row[i]
         else:
             for i in range(depth):
-                packed[to + i * width] = 0
+                to[np.uint64(i * width + c)] = 0
 
 
 @compiled
