@@ -70,17 +70,12 @@ def _fill(
     n_m, n_f = (count.numpy().astype(np.int64) for count in counts)
     if moving.shape[2] == 0:
         moving, fixed = (np.zeros((*part.shape[:2], 1), part.dtype) for part in (moving, fixed))
-    used = np.zeros(len(moving), np.bool_)
-    used[at[0]] = True
-    order, norms = np.empty(moving.shape[:2], np.int32), np.empty(moving.shape[:2], moving.dtype)
-    sums = np.zeros(len(moving), moving.dtype)
-    loops.order_lists(moving.reshape(-1), n_m, used, order, norms, sums)
     width = loops.tile_columns(moving.dtype)
     columns = -(-fixed.shape[1] // width) * width
     room = values.shape[1] * 9 // 8 + 64 + loops.TILE_ROWS * width
     found = np.zeros(room, moving.dtype)
     loops.strongest(
-        moving, fixed, n_m, n_f, *at, order, norms, sums, scale, turned,
+        moving, fixed, n_m, n_f, *at, scale, turned,
         width.bit_length() - 1, _aligned(columns * moving.shape[2], moving.dtype),
         _aligned(loops.TILE_ROWS * width, moving.dtype),
         (found, found.view(f"i{moving.itemsize}"), np.zeros(room, np.int64)),

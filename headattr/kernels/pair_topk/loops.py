@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from headattr.kernels.pair_topk.tile import TILE_ROWS, lowest_bit, multiply_tile, tile_columns
+from headattr.kernels.pair_topk.tile import TILE_ROWS, fetch_rows, lowest_bit, multiply_tile, tile_columns
 
-__all__ = ["TILE_ROWS", "order_lists", "strongest", "tile_columns"]
+__all__ = ["TILE_ROWS", "strongest", "tile_columns"]
 _BUCKETS = 256
 _CACHE = 1 << 17
 """Bytes of columns that all rows pass before the next columns: half of a core's own cache."""
@@ -82,18 +82,6 @@ def _order(numbers: Any, start: Any, depth: Any, slots: Any, norms: Any, own: An
     for place in range(count - 2, -1, -1):
         norms[place] = max(norms[place], norms[place + 1])
     return total
-
-
-@compiled
-def order_lists(numbers: Any, counts: Any, used: Any, slots: Any, norms: Any, sums: Any) -> None:
-    """`_order` of every list that is used; slots and norms are [list, row]."""
-    lists, rows = slots.shape
-    depth = len(numbers) // (lists * rows)
-    own = np.empty(rows, norms.dtype)
-    for i in range(lists):
-        if used[i]:
-            n = counts[i]
-            sums[i] = _order(numbers, i * rows * depth, depth, slots[i, :n], norms[i, :n], own)
 
 
 @compiled
@@ -210,9 +198,23 @@ def _add(
 
 
 @compiled
+def _starts(base: Any, slots: Any, row: Any, depth: Any) -> Any:
+    """Where six rows of a list start; beyond its end, the last."""
+    last = len(slots) - 1
+    return (
+        base + slots[row] * depth,
+        base + slots[min(row + 1, last)] * depth,
+        base + slots[min(row + 2, last)] * depth,
+        base + slots[min(row + 3, last)] * depth,
+        base + slots[min(row + 4, last)] * depth,
+        base + slots[min(row + 5, last)] * depth,
+    )
+
+
+@compiled
 def _candidates(
-    m_list: Any, f_list: Any, packed: Any, ready: Any, depth: Any, shift: Any, turned: Any,
-    tile: Any, found: Any, k: Any, mask: Any, plain: Any, most: Any, bound: Any,
+    m_list: Any, f_list: Any, after: Any, packed: Any, ready: Any, depth: Any, shift: Any,
+    turned: Any, tile: Any, found: Any, k: Any, mask: Any, plain: Any, most: Any, bound: Any,
 ) -> Any:  # fmt: skip
     """The products of one edge that reach `bound`, as far as they can be among the k strongest.
 
@@ -220,7 +222,8 @@ def _candidates(
     """
     numbers, base, slots, norms = m_list
     f_numbers, f_base, f_slots, f_norms = f_list
-    n, m, last, width = len(slots), len(f_slots), len(slots) - 1, 1 << shift
+    next_base, next_slots = after
+    n, m, width = len(slots), len(f_slots), 1 << shift
     full = len(found[0]) - TILE_ROWS * width
     step = max(1, _CACHE // (width * depth * tile.itemsize)) * width
     kept, bad = 0, 0
@@ -231,14 +234,9 @@ def _candidates(
             longest = norms[row]
             if longest * f_norms[block] < bound:
                 break
-            starts = (
-                base + slots[row] * depth,
-                base + slots[min(row + 1, last)] * depth,
-                base + slots[min(row + 2, last)] * depth,
-                base + slots[min(row + 3, last)] * depth,
-                base + slots[min(row + 4, last)] * depth,
-                base + slots[min(row + 5, last)] * depth,
-            )
+            starts = _starts(base, slots, row, depth)
+            if block == 0 and row < len(next_slots):
+                fetch_rows(numbers, _starts(next_base, next_slots, row, depth), depth)
             for column in range(block, min(block + step, m), width):
                 if longest * f_norms[column] < bound:
                     break
@@ -269,52 +267,64 @@ def _candidates(
 
 @compiled
 def strongest(
-    moving: Any, fixed: Any, n_m: Any, n_f: Any, m_at: Any, f_at: Any, slots: Any, norms: Any,
-    sums: Any, scale: Any, turned: Any, shift: Any, packed: Any, tile: Any, found: Any,
-    values: Any, rows: Any, columns: Any, nonfinite: Any,
+    moving: Any, fixed: Any, n_m: Any, n_f: Any, m_at: Any, f_at: Any, scale: Any, turned: Any,
+    shift: Any, packed: Any, tile: Any, found: Any, values: Any, rows: Any, columns: Any,
+    nonfinite: Any,
 ) -> None:  # fmt: skip
     """Fill values, rows, columns [edge, k] and nonfinite [edge].
 
     Edge e multiplies the rows of moving[m_at[e]] by those of fixed[f_at[e]]; the first n_m, n_f of
-    a list count. `slots`, `norms`, `sums` are `order_lists` of moving. Values are times `scale`;
-    where that is 0 all products are equal. Ties go to the lower row, then column, or with `turned`
-    to the lower column, then row. `packed`, `tile` and `found` are room to work in.
+    a list count. Values are times `scale`; where that is 0 all products are equal. Ties go to the
+    lower row, then column, or with `turned` to the lower column, then row. `packed`, `tile` and
+    `found` are room to work in; a tile has 1 << shift columns.
+
+    Each edge begins with a guessed bound: the k-th size of the edge before, relative to the mean
+    norms, and a little less. Where fewer than k products reach it, the edge is done again without.
     """
-    k, depth = values.shape[1], moving.shape[2]
-    m_step, f_step = moving.shape[1] * depth, fixed.shape[1] * depth
-    numbers, f_numbers = moving.reshape(-1), fixed.reshape(-1)
+    k, depth, lists, m_rows, f_rows = (
+        values.shape[1], moving.shape[2], len(moving), moving.shape[1], fixed.shape[1],
+    )  # fmt: skip
+    numbers, f_numbers, number = moving.reshape(-1), fixed.reshape(-1), tile.dtype.type
     products, bits, _ = found
-    limits = np.finfo(products.dtype)
-    products[0] = limits.max
+    biggest = np.finfo(tile.dtype).max
+    products[0] = biggest
     largest = bits[0]
-    plain = largest | (largest >> 1)
-    f_slots, f_norms = np.empty(fixed.shape[1], np.int32), np.empty(fixed.shape[1], tile.dtype)
-    own = np.empty(fixed.shape[1], tile.dtype)
-    before, ready, f_sum, share, part = -1, 0, 0.0, 0.0, 0.9
+    plain = largest | (largest >> 1)  # all bits but the sign
+    slots, norms = np.empty((lists, m_rows), np.int32), np.empty((lists, m_rows), tile.dtype)
+    sums, known = np.empty(lists, tile.dtype), np.zeros(lists, np.bool_)
+    f_slots, f_norms = np.empty(f_rows, np.int32), np.empty(f_rows, tile.dtype)
+    own = np.empty(max(m_rows, f_rows), tile.dtype)
+    before, ready, f_sum, share, part = -1, 0, number(0), 0.0, 0.9
     for edge in range(len(m_at)):
-        i, j = m_at[edge], f_at[edge]
+        i, j, following = m_at[edge], f_at[edge], m_at[min(edge + 1, len(m_at) - 1)]
+        for this in (i, following):
+            if not known[this]:
+                known[this], n = True, n_m[this]
+                start = this * m_rows * depth
+                sums[this] = _order(numbers, start, depth, slots[this, :n], norms[this, :n], own)
         n, m, size = n_m[i], n_f[j], abs(scale[edge])
         if n == 0 or m == 0:
             continue
         if j != before:
-            before, ready = j, 0
-            f_sum = _order(f_numbers, j * f_step, depth, f_slots[:m], f_norms[:m], own)
-        m_list = (numbers, i * m_step, slots[i, :n], norms[i, :n])
-        f_list = (f_numbers, j * f_step, f_slots[:m], f_norms[:m])
+            before, ready, start = j, 0, j * f_rows * depth
+            f_sum = _order(f_numbers, start, depth, f_slots[:m], f_norms[:m], own)
+        m_list = (numbers, i * m_rows * depth, slots[i, :n], norms[i, :n])
+        f_list = (f_numbers, j * f_rows * depth, f_slots[:m], f_norms[:m])
+        after = (following * m_rows * depth, slots[following, : n_m[following]])
         mask, most = (bits.dtype.type(0) if size == 0 else plain), largest
-        if size > 1:  # what overflows once it is scaled
-            products[0] = limits.max / size
+        if size > 1:  # what overflows once it is scaled is not finite
+            products[0] = biggest / size
             most = bits[0]
         if not size < np.inf:
             most = bits.dtype.type(-1)
-        typical = np.float64(sums[i]) / n * f_sum / m
+        typical = np.float64(sums[i]) / n * np.float64(f_sum) / m
         guess = share * part * typical
-        if not (guess < limits.max and 0 < size < np.inf):
+        if not (guess < biggest and 0 < size < np.inf):
             guess = 0.0
-        for again in range(2):
+        for _ in range(2):
             kept, bad, ready = _candidates(
-                m_list, f_list, packed, ready, depth, shift, turned, tile, found, k, mask, plain,
-                most, tile.dtype.type(guess),
+                m_list, f_list, after, packed, ready, depth, shift, turned, tile, found, k, mask,
+                plain, most, number(guess),
             )  # fmt: skip
             if kept >= k or guess == 0:
                 break

@@ -143,3 +143,32 @@ def lowest_bit(typingctx: Any, word: Any) -> Any:
         return builder.cttz(arguments[0], ir.Constant(ir.IntType(1), 1))
 
     return types.int64(types.uint64), build
+
+
+@intrinsic
+def fetch_rows(typingctx: Any, rows: Any, starts: Any, depth: Any) -> Any:
+    """Ask for the six rows of `multiply_tile`, so that they are in the cache when they are
+    needed."""
+    kind = rows.dtype
+    signature = types.void(rows, types.UniTuple(types.int64, TILE_ROWS), types.int64)
+
+    def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        rows, starts, depth = arguments
+        integer, number = ir.IntType(64), ir.IntType(32)
+        at = [
+            _pointer(context, builder, signature.args[0], rows, offset)
+            for offset in cgutils.unpack_tuple(builder, starts)
+        ]
+        step = ir.Constant(integer, 64 * 8 // kind.bitwidth)
+        ask = cgutils.get_or_insert_function(
+            builder.module,
+            ir.FunctionType(ir.VoidType(), [ir.PointerType(ir.IntType(8)), *[number] * 3]),
+            "llvm.prefetch.p0",
+        )
+        with cgutils.for_range_slice(builder, ir.Constant(integer, 0), depth, step) as (i, _):
+            for row in at:
+                where = builder.bitcast(builder.gep(row, [i]), ir.PointerType(ir.IntType(8)))
+                builder.call(ask, [where, *(ir.Constant(number, code) for code in (0, 2, 1))])
+        return context.get_dummy_value()
+
+    return signature, build
