@@ -5,6 +5,7 @@ once a run; the rows of the other are read where they are. Memory beyond the out
 one list, and an order and a norm for each row of the others. Needs numba; see `dispatch`.
 """
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,9 @@ from torch import Tensor
 
 from headattr.kernels.pair_topk.batched import PairTopK
 from headattr.kernels.pair_topk.selection import compiled_loops
+
+_THREAD = 1 << 26
+"""Multiplications for which a thread of its own pays: milliseconds."""
 
 
 def topk_pairs(
@@ -62,8 +66,8 @@ def _fill(
     values: NDArray[Any],
     nonfinite: NDArray[np.int64],
 ) -> None:
-    """Fill values, slots and nonfinite; of each pair the first is of rows, the second of
-    columns."""
+    """Fill values, slots and nonfinite, in as many threads as torch has; of each pair the first is
+    of rows, the second of columns."""
     loops = compiled_loops()
     assert loops is not None
     moving, fixed = (part.contiguous().numpy() for part in lists)
@@ -71,16 +75,28 @@ def _fill(
     if moving.shape[2] == 0:
         moving, fixed = (np.zeros((*part.shape[:2], 1), part.dtype) for part in (moving, fixed))
     width = loops.tile_columns(moving.dtype)
-    columns = -(-fixed.shape[1] // width) * width
+    columns, depth = -(-fixed.shape[1] // width) * width, moving.shape[2]
     room = values.shape[1] * 9 // 8 + 64 + loops.TILE_ROWS * width
-    found = np.zeros(room, moving.dtype)
-    loops.strongest(
-        moving, fixed, n_m, n_f, *at, scale, turned,
-        width.bit_length() - 1, _aligned(columns * moving.shape[2], moving.dtype),
-        _aligned(loops.TILE_ROWS * width, moving.dtype),
-        (found, found.view(f"i{moving.itemsize}"), np.zeros(room, np.int64)),
-        values, *slots, nonfinite,
-    )  # fmt: skip
+
+    def fill(part: slice) -> None:
+        found = np.zeros(room, moving.dtype)
+        loops.strongest(
+            moving, fixed, n_m, n_f, *(side[part] for side in at), scale[part], turned,
+            width.bit_length() - 1, _aligned(columns * depth, moving.dtype),
+            _aligned(loops.TILE_ROWS * width, moving.dtype),
+            (found, found.view(f"i{moving.itemsize}"), np.zeros(room, np.int64)),
+            values[part], *(side[part] for side in slots), nonfinite[part],
+        )  # fmt: skip
+
+    edges = len(scale)
+    work = edges * moving.shape[1] * fixed.shape[1] * depth
+    threads = max(1, min(torch.get_num_threads(), edges, work // _THREAD))
+    if threads == 1:
+        fill(slice(edges))
+        return
+    ends = [edges * i // threads for i in range(threads + 1)]
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(fill, map(slice, ends, ends[1:])))
 
 
 def _aligned(length: int, dtype: np.dtype[Any]) -> NDArray[Any]:
