@@ -19,6 +19,8 @@ from headattr.kernels.pair_topk.selection import compiled_loops
 
 _THREAD = 1 << 26
 """Multiplications for which a thread of its own pays: milliseconds."""
+_Side = tuple[Tensor, Tensor, NDArray[np.int64], NDArray[np.int32]]
+"""Lists, their counts, the list of each edge, and where its slots are written."""
 
 
 def topk_pairs(
@@ -41,12 +43,16 @@ def topk_pairs(
     values = torch.zeros(edges, k, dtype=left.dtype)
     slots = [np.full((edges, k), -1, np.int32) for _ in range(2)]
     nonfinite = np.zeros(edges, np.int64)
-    sizes = np.ones(edges, np.float64) if scale is None else scale.double().numpy()
+    sizes = (
+        np.ones(edges, np.float64)
+        if scale is None
+        else np.ascontiguousarray(scale.double().numpy())
+    )
     turned = _runs(here[0]) <= _runs(here[1])  # the rows are those of the right lists
     if edges and left.shape[1] and right.shape[1]:
-        order = -1 if turned else 1
-        sides = [(left, n_left, here[0], slots[0]), (right, n_right, here[1], slots[1])][::order]
-        _fill(*zip(*sides, strict=True), sizes, turned, values.numpy(), nonfinite)
+        sides = (left, n_left, here[0], slots[0]), (right, n_right, here[1], slots[1])
+        rows, columns = sides[::-1] if turned else sides
+        _fill(rows, columns, sizes, turned, values.numpy(), nonfinite)
     of_left, of_right = map(torch.from_numpy, slots)
     return PairTopK(values, of_left, of_right, torch.from_numpy(nonfinite))
 
@@ -57,39 +63,35 @@ def _runs(at: NDArray[np.int64]) -> int:
 
 
 def _fill(
-    lists: tuple[Tensor, Tensor],
-    counts: tuple[Tensor, Tensor],
-    at: tuple[NDArray[np.int64], NDArray[np.int64]],
-    slots: tuple[NDArray[np.int32], NDArray[np.int32]],
+    of_rows: _Side,
+    of_columns: _Side,
     scale: NDArray[np.float64],
     turned: bool,
     values: NDArray[Any],
     nonfinite: NDArray[np.int64],
 ) -> None:
-    """Fill values, slots and nonfinite, in as many threads as torch has; of each pair the first is
-    of rows, the second of columns."""
+    """Fill the slots of both sides, values and nonfinite, in as many threads as torch has."""
     loops = compiled_loops()
     assert loops is not None
-    moving, fixed = (part.contiguous().numpy() for part in lists)
-    n_m, n_f = (count.numpy().astype(np.int64) for count in counts)
-    if moving.shape[2] == 0:
-        moving, fixed = (np.zeros((*part.shape[:2], 1), part.dtype) for part in (moving, fixed))
+    (m_lists, m_counts, m_at, rows), (f_lists, f_counts, f_at, columns) = of_rows, of_columns
+    moving, fixed = _numbers(m_lists), _numbers(f_lists)
+    n_m, n_f = (count.numpy().astype(np.int64) for count in (m_counts, f_counts))
     width = loops.tile_columns(moving.dtype)
-    columns, depth = -(-fixed.shape[1] // width) * width, moving.shape[2]
+    packed = -(-fixed.shape[1] // width) * width * moving.shape[2]
     room = values.shape[1] * 9 // 8 + 64 + loops.TILE_ROWS * width
 
     def fill(part: slice) -> None:
         found = np.zeros(room, moving.dtype)
         loops.strongest(
-            moving, fixed, n_m, n_f, *(side[part] for side in at), scale[part], turned,
-            width.bit_length() - 1, _aligned(columns * depth, moving.dtype),
+            moving, fixed, n_m, n_f, m_at[part], f_at[part], scale[part], turned,
+            width.bit_length() - 1, _aligned(packed, moving.dtype),
             _aligned(loops.TILE_ROWS * width, moving.dtype),
             (found, found.view(f"i{moving.itemsize}"), np.zeros(room, np.int64)),
-            values[part], *(side[part] for side in slots), nonfinite[part],
+            values[part], rows[part], columns[part], nonfinite[part],
         )  # fmt: skip
 
     edges = len(scale)
-    work = edges * moving.shape[1] * fixed.shape[1] * depth
+    work = edges * moving.shape[1] * packed
     threads = max(1, min(torch.get_num_threads(), edges, work // _THREAD))
     if threads == 1:
         fill(slice(edges))
@@ -97,6 +99,11 @@ def _fill(
     ends = [edges * i // threads for i in range(threads + 1)]
     with ThreadPoolExecutor(threads) as pool:
         list(pool.map(fill, map(slice, ends, ends[1:])))
+
+
+def _numbers(lists: Tensor) -> NDArray[Any]:
+    """[list, row, d], without gaps; d is 1 where it was 0."""
+    return (lists if lists.shape[2] else lists.new_zeros(*lists.shape[:2], 1)).contiguous().numpy()
 
 
 def _aligned(length: int, dtype: np.dtype[Any]) -> NDArray[Any]:

@@ -14,7 +14,13 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from headattr.kernels.pair_topk.tile import TILE_ROWS, fetch_rows, lowest_bit, multiply_tile, tile_columns
+from headattr.kernels.pair_topk.tile import (
+    TILE_ROWS,
+    fetch_rows,
+    lowest_bit,
+    multiply_tile,
+    tile_columns,
+)
 
 __all__ = ["TILE_ROWS", "strongest", "tile_columns"]
 _BUCKETS = 256
@@ -243,7 +249,9 @@ def _candidates(
                 while ready <= column:
                     _pack(f_numbers, f_base, depth, f_slots, ready, width, packed)
                     ready += width
-                one, two = multiply_tile(numbers, starts, packed, column * depth, depth, bound, tile)
+                one, two = multiply_tile(
+                    numbers, starts, packed, column * depth, depth, bound, tile
+                )
                 if row + TILE_ROWS > n or column + width > m:
                     one &= _inside(n - row, m - column, shift)
                     two &= _inside(n - row - TILE_ROWS // 2, m - column, shift)
@@ -294,7 +302,7 @@ def strongest(
     sums, known = np.empty(lists, tile.dtype), np.zeros(lists, np.bool_)
     f_slots, f_norms = np.empty(f_rows, np.int32), np.empty(f_rows, tile.dtype)
     own = np.empty(max(m_rows, f_rows), tile.dtype)
-    before, ready, f_sum, share, part = -1, 0, number(0), 0.0, 0.9
+    before, ready, f_sum, share, part, kept, bad = -1, 0, number(0), 0.0, 0.9, 0, 0
     for edge in range(len(m_at)):
         i, j, following = m_at[edge], f_at[edge], m_at[min(edge + 1, len(m_at) - 1)]
         for this in (i, following):

@@ -16,6 +16,7 @@ from numba.extending import intrinsic
 
 TILE_ROWS = 6
 """Rows of a tile: 12 sums, 2 vectors of columns and a number of a row fill 16 registers."""
+_emitted: Any = intrinsic
 _BYTES = 32
 """Of a vector."""
 
@@ -34,7 +35,7 @@ def _pointer(
     return found if target is None else builder.bitcast(found, ir.PointerType(target))
 
 
-@intrinsic
+@_emitted
 def multiply_tile(
     typingctx: Any,
     rows: Any,
@@ -104,9 +105,7 @@ def multiply_tile(
         added = []
         for r in range(TILE_ROWS):
             value = spread(builder.load(builder.gep(at[r], [step])))
-            added += [
-                builder.call(fma, [value, both[i], sums[2 * r + i]]) for i in range(2)
-            ]
+            added += [builder.call(fma, [value, both[i], sums[2 * r + i]]) for i in range(2)]
         following = builder.add(step, ir.Constant(integer, 1))
         for total, new in zip(sums, added, strict=True):
             total.add_incoming(zero, before)
@@ -115,9 +114,7 @@ def multiply_tile(
         builder.cbranch(builder.icmp_signed("<", following, depth), loop, after)
         builder.position_at_end(after)
 
-        target = _pointer(
-            context, builder, signature.args[6], out, ir.Constant(integer, 0), vector
-        )
+        target = _pointer(context, builder, signature.args[6], out, ir.Constant(integer, 0), vector)
         limit = spread(bound)
         words = []
         for half in range(2):
@@ -135,7 +132,7 @@ def multiply_tile(
     return signature, build
 
 
-@intrinsic
+@_emitted
 def lowest_bit(typingctx: Any, word: Any) -> Any:
     """Index of the lowest bit that is set; the word is not 0."""
 
@@ -145,7 +142,7 @@ def lowest_bit(typingctx: Any, word: Any) -> Any:
     return types.int64(types.uint64), build
 
 
-@intrinsic
+@_emitted
 def fetch_rows(typingctx: Any, rows: Any, starts: Any, depth: Any) -> Any:
     """Ask for the six rows of `multiply_tile`, so that they are in the cache when they are
     needed."""
