@@ -37,7 +37,7 @@ def topk_pairs(
     """As `batched.topk_pairs`."""
     edges = len(left if left_at is None else left_at)
     here = [
-        np.arange(edges) if at is None else at.numpy().astype(np.int64)
+        np.arange(edges) if at is None else np.ascontiguousarray(at.numpy(), np.int64)
         for at in (left_at, right_at)
     ]
     values = torch.zeros(edges, k, dtype=left.dtype)
@@ -75,7 +75,7 @@ def _fill(
     assert loops is not None
     (m_lists, m_counts, m_at, rows), (f_lists, f_counts, f_at, columns) = of_rows, of_columns
     moving, fixed = _numbers(m_lists), _numbers(f_lists)
-    n_m, n_f = (count.numpy().astype(np.int64) for count in (m_counts, f_counts))
+    n_m, n_f = (np.ascontiguousarray(count.numpy(), np.int64) for count in (m_counts, f_counts))
     width = loops.tile_columns(moving.dtype)
     packed = -(-fixed.shape[1] // width) * width * moving.shape[2]
     room = values.shape[1] * 9 // 8 + 64 + loops.TILE_ROWS * width
