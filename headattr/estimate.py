@@ -25,7 +25,8 @@ from headattr.config import RunConfig, SourceSpec
 from headattr.edges import EdgeRule, listed_edges, parse_edge_rule, token_filter
 from headattr.errors import DictionaryError
 from headattr.inputs import inputs_of
-from headattr.kernels.pair_topk.dispatch import holds_products
+from headattr.kernels.pair_topk import batched
+from headattr.kernels.pair_topk.dispatch import path_of
 from headattr.model.load import DTYPES, LoadedModel
 from headattr.model.outline import outline_model
 from headattr.model.tokens import Prompt, decide_bos, tokenize
@@ -269,7 +270,7 @@ def _block_bytes(
         topk=config.topk,
         top_marginals=TOP_MARGINALS,
         rank=config.rank,
-        products=holds_products(torch.device("cpu")),
+        products=path_of(torch.device("cpu"), torch.float32, config.topk) is batched,
     )
     return blocks_of(sizes, budget.block_bytes(length)).bytes
 

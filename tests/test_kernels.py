@@ -324,3 +324,130 @@ def test_chunks_of_edges_and_wider_padding_do_not_change_a_bit(
     for name in PairTopK._fields if parts else ():
         joined = torch.cat([getattr(part, name) for part in parts])
         assert torch.equal(joined, getattr(whole, name)), name
+
+
+def _heavy(generator: torch.Generator, *shape: int, dtype: torch.dtype, whole: bool) -> Tensor:
+    """Rows of very unequal length; `whole`: products are exact and often equal."""
+    if not whole:
+        sizes = torch.rand(*shape[:2], 1, generator=generator, dtype=dtype).pow(-0.7)
+        return torch.randn(*shape, generator=generator, dtype=dtype) * sizes
+    sizes = torch.randn(*shape[:2], 1, generator=generator).mul(1.5).round().clamp(-6, 6)
+    return (torch.randint(-2, 3, shape, generator=generator) * 2.0**sizes).to(dtype)
+
+
+def test_recall_is_exactly_one_on_ten_thousand_heavy_tailed_edges() -> None:
+    """Pairs within 1e-6 of the k-th value, relative to it, count either way."""
+    generator, k, n = torch.Generator().manual_seed(5), 20, 48
+    left, right = (
+        _heavy(generator, 141, n, 64, dtype=torch.float32, whole=False) for _ in range(2)
+    )
+    counts = [torch.randint(8, n + 1, (141,), generator=generator) for _ in range(2)]
+    q_pos, k_pos = torch.tril_indices(141, 141)[:, :10_000]
+    found = dispatch.topk_pairs(left, right, *counts, k, left_at=q_pos, right_at=k_pos)
+    slot, missed, wrong = torch.arange(n), 0, 0
+    for part in torch.arange(10_000).split(500):
+        q, j = q_pos[part], k_pos[part]
+        sizes = (left[q].double() @ right[j].double().transpose(1, 2)).abs()
+        sizes.masked_fill_(slot[:, None] >= counts[0][q][:, None, None], -1)
+        sizes.masked_fill_(slot >= counts[1][j][:, None, None], -1)
+        mine = (found.left[part] * n + found.right[part]).long()
+        sizes = sizes.flatten(1)
+        kth = sizes.topk(k, -1).values[:, -1:]
+        taken = torch.zeros_like(sizes, dtype=torch.bool).scatter_(1, mine, True)
+        assert (taken.sum(1) == k).all()
+        missed += int(((sizes > kth * (1 + 1e-6)) & ~taken).sum())
+        wrong += int(((sizes < kth * (1 - 1e-6)) & taken).sum())
+    assert (missed, wrong) == (0, 0)
+
+
+def _assert_same(case: Case, path: Any = blocked, **options: Tensor) -> None:
+    wanted, found = (p.topk_pairs(*case, **options) for p in (batched, path))
+    for name, value in wanted._asdict().items():
+        assert torch.equal(getattr(found, name), value), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("d", [1, 2, 7, 8, 31, 64, 100, 129, 130])
+@pytest.mark.parametrize(("n", "m", "k"), [(61, 1, 20), (1, 77, 99), (45, 83, 256), (6, 16, 97)])
+def test_odd_shapes_in_every_width_are_the_same_to_the_last_tie(
+    dtype: torch.dtype, d: int, n: int, m: int, k: int
+) -> None:
+    generator = torch.Generator().manual_seed(d)
+    sides = [_heavy(generator, 5, rows, d, dtype=dtype, whole=True) for rows in (n, m)]
+    counts = [torch.randint(0, rows + 1, (5,), generator=generator) for rows in (n, m)]
+    q_pos, k_pos = torch.tril_indices(5, 5)
+    scale = torch.tensor([1, -2, 0.5, 0, -1])[k_pos]
+    case = Case(*sides, *counts, k)
+    _assert_same(case, left_at=q_pos, right_at=k_pos)
+    shuffled = torch.randperm(len(q_pos), generator=generator)
+    both = {"left_at": q_pos[shuffled], "right_at": k_pos[shuffled]}
+    _assert_same(case, dispatch, **both, scale=scale[shuffled])
+
+
+def test_wide_lists_and_one_list_for_all_edges_are_the_same_to_the_last_tie() -> None:
+    generator = torch.Generator().manual_seed(2)
+    for n, m, lists in ((32, 5000, 1), (700, 300, 3)):
+        left = _heavy(generator, 3, n, 64, dtype=torch.float32, whole=True)
+        right = _heavy(generator, lists, m, 64, dtype=torch.float32, whole=True)
+        counts = torch.tensor([n, n - 1, n // 2]), torch.full((lists,), m)
+        at = {"left_at": torch.tensor([0, 1, 2, 1]), "right_at": torch.tensor([0, 0, 2, 2]) % lists}
+        _assert_same(Case(left, right, *counts, 20), **at, scale=torch.tensor([1.0, -1, 4, 0]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("k", [1, 7, 20, 300])
+def test_leaving_out_what_cannot_matter_changes_nothing(dtype: torch.dtype, k: int) -> None:
+    """Rows that are multiples of one another, whose products are as large as their norms allow;
+    thousands of equal products; rows of zeros; one huge row; numbers whose squares vanish or
+    overflow; NaN and infinity in rows that count, and in rows that do not."""
+    generator = torch.Generator().manual_seed(k)
+    step = torch.randint(-3, 4, (8, 40, 1), generator=generator).double()
+    lists = (2.0**step * torch.tensor([1.0, -2, 2, 4, 0])).to(dtype)  # norm 5: bounds exactly met
+    lists[1] = lists[1, :1]
+    lists[2, ::2] = 0
+    lists[3] = 0
+    lists[4, 17] *= 2.0**40
+    tiny = 2.0 ** (-70 if dtype == torch.float32 else -530)
+    lists[5] *= tiny
+    lists[5, 3] /= tiny**1.5
+    lists[6, 11, 2], lists[6, 20, 0], lists[6, 21] = math.nan, math.inf, -math.inf
+    lists[7, 30:] = math.nan
+    counts = torch.tensor([40] * 7 + [30])
+    at = torch.cartesian_prod(torch.arange(8), torch.arange(8))
+    scale = torch.tensor([1.0, -3, 0, 0.25])[torch.arange(64) % 4]
+    mixed = torch.randperm(64, generator=generator)
+    for order in (torch.arange(64), mixed):
+        options = {"left_at": at[order, 0], "right_at": at[order, 1]}
+        case = Case(lists, lists.flip(1) if k == 7 else lists, counts, counts, k)
+        if k == 7:
+            case.right[7, :10] = 1
+        _assert_same(case, **options)
+        _assert_same(case, **options, scale=scale[order])
+
+
+@pytest.mark.parametrize("before", [0, 1, 4, 5, 6, 13, 14, 15, 16, 29])
+def test_ties_go_to_the_lower_slot_wherever_the_tiles_end(before: int) -> None:
+    """V14, with zeros before it so that the six lie across the ends of tiles."""
+    numbers = [0.0] * before + [3, 2, 3, 2, 1, 1]
+    for side in ("left", "right"):
+        case = _one(numbers, side=side, dtype=torch.float32, device="cpu")
+        for k, slots in ((2, [0, 2]), (3, [0, 2, 1])):
+            found = blocked.topk_pairs(*case._replace(k=k))
+            assert getattr(found, side)[0].tolist() == [before + slot for slot in slots]
+
+
+def test_threads_and_the_order_of_edges_do_not_change_a_bit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    generator = torch.Generator().manual_seed(9)
+    left, right = (_heavy(generator, 9, 50, 33, dtype=torch.float32, whole=False) for _ in "lr")
+    q_pos, k_pos = torch.tril_indices(9, 9)
+    case = Case(left, right, *torch.full((2, 9), 50), 20)
+    whole = blocked.topk_pairs(*case, left_at=q_pos, right_at=k_pos)
+    monkeypatch.setattr(blocked, "_THREAD", 1)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    shuffled = torch.randperm(len(q_pos), generator=generator)
+    for order in (torch.arange(len(q_pos)), shuffled):
+        found = blocked.topk_pairs(*case, left_at=q_pos[order], right_at=k_pos[order])
+        for name, value in whole._asdict().items():
+            assert torch.equal(getattr(found, name), value[order]), name

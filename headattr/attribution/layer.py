@@ -32,8 +32,9 @@ from headattr.attribution.qk import (
 from headattr.attribution.sides import Prepared, Side, prepare, project
 from headattr.basis.component import Components, Reads
 from headattr.errors import PromptError
+from headattr.kernels.pair_topk import batched
 from headattr.kernels.pair_topk.batched import PairTopK
-from headattr.kernels.pair_topk.dispatch import holds_products
+from headattr.kernels.pair_topk.dispatch import path_of
 from headattr.model.capture import LayerCapture
 from headattr.model.head import HeadWeights
 from headattr.model.proof import layer_errors
@@ -299,7 +300,7 @@ class _Layer:
                 topk=task.topk,
                 top_marginals=task.top_marginals,
                 rank=task.rank,
-                products=holds_products(self.on_flagged.device),
+                products=path_of(self.on_flagged.device, self.prepared.dtype, task.topk) is batched,
             ),
             task.memory,
         )

@@ -1,10 +1,12 @@
-"""topk_pairs on CPU: products in blocks that stay in cache, and a compiled selection.
+"""topk_pairs on CPU: compiled loops over tiles of products, without those that cannot matter.
 
-Edges that share a left (or a right) list, one after the other, are one matrix product: the lists of
-the other side stand below each other. Needs numba; see `dispatch`.
+Of the two lists of an edge the one that changes less often from edge to edge is laid out in columns
+once a run; the rows of the other are read where they are. Memory beyond the outputs: the columns of
+one list, and an order and a norm for each row of the others. Needs numba; see `dispatch`.
 """
 
-from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,10 +15,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headattr.kernels.pair_topk.batched import PairTopK
-from headattr.kernels.pair_topk.selection import bit_masks, compiled_select
+from headattr.kernels.pair_topk.selection import compiled_loops
 
-_BLOCK = 1 << 17
-"""Products at once: half a megabyte of float32, what a core's own cache holds."""
+_THREAD = 1 << 26
+"""Multiplications for which a thread of its own pays: milliseconds."""
+_Side = tuple[Tensor, Tensor, NDArray[np.int64], NDArray[np.int32]]
+"""Lists, their counts, the list of each edge, and where its slots are written."""
 
 
 def topk_pairs(
@@ -33,31 +37,22 @@ def topk_pairs(
     """As `batched.topk_pairs`."""
     edges = len(left if left_at is None else left_at)
     here = [
-        np.arange(edges) if at is None else at.numpy().astype(np.int64)
+        np.arange(edges) if at is None else np.ascontiguousarray(at.numpy(), np.int64)
         for at in (left_at, right_at)
     ]
     values = torch.zeros(edges, k, dtype=left.dtype)
     slots = [np.full((edges, k), -1, np.int32) for _ in range(2)]
     nonfinite = np.zeros(edges, np.int64)
-    sizes = np.ones(edges, np.float64) if scale is None else scale.double().numpy()
-    fixed_left = _runs(here[0]) <= _runs(here[1])
-    # `fixed` is shared by the edges of a run; the lists of `moving` are the rows of the products
-    fixed, moving = (left, right) if fixed_left else (right, left)
-    f_at, m_at = here if fixed_left else here[::-1]
-    n_f, n_m = (n_left, n_right) if fixed_left else (n_right, n_left)
-    f_slots, m_slots = slots if fixed_left else slots[::-1]
-    counts = n_m.numpy()[m_at], n_f.numpy()[f_at]
-    select = compiled_select()
-    assert select is not None
-    wide = moving.shape[1] * fixed.shape[1]
-    sign, infinite = bit_masks(left.dtype)
-    for start, stop, products in _products(fixed, moving, f_at, m_at) if wide else ():
-        part = slice(start, stop)
-        select(
-            products, products.view(type(sign)), sign, infinite, counts[0][part], counts[1][part],
-            sizes[part], not fixed_left, values.numpy()[part], m_slots[part], f_slots[part],
-            nonfinite[part],
-        )  # fmt: skip
+    sizes = (
+        np.ones(edges, np.float64)
+        if scale is None
+        else np.ascontiguousarray(scale.double().numpy())
+    )
+    turned = _runs(here[0]) <= _runs(here[1])  # the rows are those of the right lists
+    if edges and left.shape[1] and right.shape[1]:
+        sides = (left, n_left, here[0], slots[0]), (right, n_right, here[1], slots[1])
+        rows, columns = sides[::-1] if turned else sides
+        _fill(rows, columns, sizes, turned, values.numpy(), nonfinite)
     of_left, of_right = map(torch.from_numpy, slots)
     return PairTopK(values, of_left, of_right, torch.from_numpy(nonfinite))
 
@@ -67,46 +62,52 @@ def _runs(at: NDArray[np.int64]) -> int:
     return int((np.diff(at) != 0).sum())
 
 
-def _blocks(at: NDArray[np.int64], most: int) -> list[tuple[int, int, int]]:
-    """(start, stop, length): edges start to stop, in runs of `length` edges that share a list; at
-    most `most` edges, one run at least."""
-    ends = np.append(np.nonzero(np.diff(at))[0] + 1, len(at))
-    blocks: list[tuple[int, int, int]] = []
-    start = 0
-    for end in ends.tolist():
-        while start < end:
-            length = min(most, end - start)
-            first, stop, before = blocks[-1] if blocks else (0, 0, 0)
-            if before == length and stop == start and stop - first + length <= most:
-                blocks[-1] = (first, start + length, length)
-            else:
-                blocks.append((start, start + length, length))
-            start += length
-    return blocks
+def _fill(
+    of_rows: _Side,
+    of_columns: _Side,
+    scale: NDArray[np.float64],
+    turned: bool,
+    values: NDArray[Any],
+    nonfinite: NDArray[np.int64],
+) -> None:
+    """Fill the slots of both sides, values and nonfinite, in as many threads as torch has."""
+    loops = compiled_loops()
+    assert loops is not None
+    (m_lists, m_counts, m_at, rows), (f_lists, f_counts, f_at, columns) = of_rows, of_columns
+    moving, fixed = _numbers(m_lists), _numbers(f_lists)
+    n_m, n_f = (np.ascontiguousarray(count.numpy(), np.int64) for count in (m_counts, f_counts))
+    width = loops.tile_columns(moving.dtype)
+    packed = -(-fixed.shape[1] // width) * width * moving.shape[2]
+    room = values.shape[1] * 9 // 8 + 64 + loops.TILE_ROWS * width
+
+    def fill(part: slice) -> None:
+        found = np.zeros(room, moving.dtype)
+        loops.strongest(
+            moving, fixed, n_m, n_f, m_at[part], f_at[part], scale[part], turned,
+            width.bit_length() - 1, _aligned(packed, moving.dtype),
+            _aligned(loops.TILE_ROWS * width, moving.dtype),
+            (found, found.view(f"i{moving.itemsize}"), np.zeros(room, np.int64)),
+            values[part], rows[part], columns[part], nonfinite[part],
+        )  # fmt: skip
+
+    edges = len(scale)
+    work = edges * moving.shape[1] * packed
+    threads = max(1, min(torch.get_num_threads(), edges, work // _THREAD))
+    if threads == 1:
+        fill(slice(edges))
+        return
+    ends = [edges * i // threads for i in range(threads + 1)]
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(fill, map(slice, ends, ends[1:])))
 
 
-def _products(
-    fixed: Tensor, moving: Tensor, f_at: NDArray[np.int64], m_at: NDArray[np.int64]
-) -> Iterator[tuple[int, int, NDArray[np.floating]]]:
-    """(start, stop, [edge, moving slot, fixed slot]) block by block, all in one buffer."""
-    (rows, d), columns = moving.shape[1:], fixed.shape[1]
-    most = max(1, _BLOCK // (rows * columns))
-    buffer = moving.new_empty(most * rows, columns)
-    blocks = buffer.view(most, rows, columns).numpy()
-    below = moving.reshape(-1, d)
-    turned = fixed.transpose(1, 2)
-    gaps = np.append(0, np.cumsum(np.diff(m_at) != 1))  # equal at both ends: one after the other
-    for start, stop, length in _blocks(f_at, most):
-        out = buffer[: (stop - start) * rows]
-        if gaps[start] == gaps[stop - 1]:
-            first = int(m_at[start]) * rows
-            lists = below[first : first + len(out)]
-        else:
-            lists = moving[torch.from_numpy(m_at[start:stop])]
-        if length == stop - start:
-            torch.mm(lists.reshape(-1, d), turned[int(f_at[start])], out=out)
-        else:
-            shared = torch.from_numpy(f_at[start:stop:length])
-            several = lists.reshape(len(shared), -1, d)
-            torch.bmm(several, turned[shared], out=out.view(len(shared), -1, columns))
-        yield start, stop, blocks[: stop - start]
+def _numbers(lists: Tensor) -> NDArray[Any]:
+    """[list, row, d], without gaps; d is 1 where it was 0."""
+    return (lists if lists.shape[2] else lists.new_zeros(*lists.shape[:2], 1)).contiguous().numpy()
+
+
+def _aligned(length: int, dtype: np.dtype[Any]) -> NDArray[Any]:
+    """Room that starts where a line of the cache does, so that no vector lies across two."""
+    room = np.zeros(length + 64 // dtype.itemsize, dtype)
+    first = -room.ctypes.data % 64 // dtype.itemsize
+    return room[first : first + length]

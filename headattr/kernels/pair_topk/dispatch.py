@@ -1,4 +1,4 @@
-"""Which topk_pairs runs: on CPU the blocked one, where numba is there; else plain torch."""
+"""Which topk_pairs runs: on CPU the compiled one, where numba is there; else plain torch."""
 
 from typing import Any
 
@@ -7,15 +7,18 @@ from torch import Tensor
 
 from headattr.kernels.pair_topk import batched, blocked
 from headattr.kernels.pair_topk.batched import PairTopK
-from headattr.kernels.pair_topk.selection import compiled_select
+from headattr.kernels.pair_topk.selection import compiled_loops
 
 
-def topk_pairs(left: Tensor, right: Tensor, *arguments: Any, **options: Any) -> PairTopK:
+def topk_pairs(
+    left: Tensor, right: Tensor, n_left: Tensor, n_right: Tensor, k: int, **options: Any
+) -> PairTopK:
     """As `batched.topk_pairs`, the fastest way here."""
-    path = batched if holds_products(left.device) else blocked
-    return path.topk_pairs(left, right, *arguments, **options)
+    path = path_of(left.device, left.dtype, k)
+    return path.topk_pairs(left, right, n_left, n_right, k, **options)
 
 
-def holds_products(device: torch.device) -> bool:
-    """Are all products of the edges of a call in memory at once?"""
-    return device.type != "cpu" or compiled_select() is None
+def path_of(device: torch.device, dtype: torch.dtype, k: int) -> Any:
+    """The module of the fastest way for such lists."""
+    usual = device.type == "cpu" and dtype in (torch.float32, torch.float64)
+    return blocked if usual and compiled_loops() is not None else batched
