@@ -4,7 +4,7 @@ from typing import Literal, NamedTuple
 
 Rank = Literal["value", "contrast"]
 
-_MOST_ROWS, _MOST_EDGES = 128, 512
+_MOST_ROWS, _MOST_EDGES = 128, 2048
 """Queries and edges at once, at most: more no longer stay in the processor's caches."""
 
 
