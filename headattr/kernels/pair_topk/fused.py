@@ -1,0 +1,310 @@
+"""topk_pairs on a GPU in Triton: the products of an edge never leave the chip.
+
+One program an edge. It walks over the edge's products in tiles, keeps the strongest so far sorted
+in registers, and knows the k-th of them, the bound.
+
+    tile    left rows times right rows, IEEE float32 multiply-adds (no TF32), a code an entry
+    heads   the strongest entry of every group (4 by 4, held by one thread), as 64-bit keys
+    while   the strongest head is above the bound: the heads are sorted and merged into the kept,
+            taken out of their groups, and each group names its next
+
+A tile no head of which is above the bound costs two passes over registers and no sort. The loop
+ends after 16 rounds at most, for a group has 16 entries, and after about as many as the fullest
+group has of the k strongest: two or three where strong pairs are spread.
+
+Order is that of one integer, so no tie is left to chance:
+
+    key = (bits of |x|, plus 1, less 2^30) 33 bits up | (2^32 - 1 - slot) 1 bit up | sign of x
+
+The bits of |x| order like |x|; `slot` is left slot times the width of the right list plus right
+slot, so the lower left slot, then the lower right slot comes first; the sign never decides, since
+no two pairs share a slot. All 64 bits are used: an edge has at most 2^32 pairs. Products rank
+before they are multiplied by the edge's scale, which changes no order, or makes all of them 0.
+
+Programs are numbered such that those that run at the same time share lists (`_visits`).
+"""
+
+from typing import Any, NamedTuple, no_type_check
+
+import torch
+import triton
+import triton.language as tl
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from headattr.kernels.pair_topk.batched import PairTopK
+
+MOST_K = 256
+MOST_PAIRS = 1 << 32
+"""What a slot's 32 bits tell apart."""
+_TOGETHER = 16
+"""Programs go over the edges of this many left lists and this many right lists, then the next."""
+
+_NOTHING: tl.constexpr = tl.constexpr(-(1 << 31))
+_NO_STRENGTH: tl.constexpr = tl.constexpr(-(1 << 30))
+_NO_KEY: tl.constexpr = tl.constexpr(-(1 << 63))
+_LAST_KEY: tl.constexpr = tl.constexpr((1 << 63) - 1)
+_INFINITY: tl.constexpr = tl.constexpr(0x7F800000)
+
+
+class Shape(NamedTuple):
+    """How the kernel is compiled for some sizes: its constants, and the warps of a program."""
+
+    D: int
+    K: int
+    """k, to the next power of two."""
+    ROWS: int
+    COLUMNS: int
+    """Of a tile."""
+    DEPTH: int
+    """Dimensions of both lists in shared memory at a time."""
+    GROUP_ROWS: int
+    GROUP_COLUMNS: int
+    num_warps: int
+    num_stages: int
+
+    def constants(self) -> dict[str, int]:
+        """What the kernel's text is compiled with."""
+        return {name: size for name, size in self._asdict().items() if name.isupper()}
+
+    def options(self) -> dict[str, int]:
+        """What the compiler is told beside."""
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages}
+
+
+def shape_for(n: int, m: int, d: int, k: int) -> Shape:
+    """Tiles of at most 64 by 64, no larger than the lists; groups small enough for k heads."""
+    kept = max(16, _power_of_two(k))
+    rows, columns = (min(64, max(16, _power_of_two(size))) for size in (n, m))
+    group_rows = group_columns = 4
+    while rows * columns // (group_rows * group_columns) < kept:
+        if group_rows >= group_columns:
+            group_rows //= 2
+        else:
+            group_columns //= 2
+    warps = 4 if rows * columns >= 2048 else 2 if rows * columns >= 1024 else 1
+    depth = 32 if d > 16 else 16
+    return Shape(d, kept, rows, columns, depth, group_rows, group_columns, warps, 2)
+
+
+def _power_of_two(size: int) -> int:
+    return 1 << max(0, size - 1).bit_length()
+
+
+def topk_pairs(
+    left: Float[Tensor, "l n d"],
+    right: Float[Tensor, "r m d"],
+    n_left: Int[Tensor, "l"],
+    n_right: Int[Tensor, "r"],
+    k: int,
+    *,
+    left_at: Int[Tensor, "edge"] | None = None,
+    right_at: Int[Tensor, "edge"] | None = None,
+    scale: Float[Tensor, "edge"] | None = None,
+) -> PairTopK:
+    """As `batched.topk_pairs`, for float32, float16 and bfloat16; values are float32 always.
+
+    Nothing is copied but the indices, and the host never waits for the device.
+    """
+    n, m, d = left.shape[1], right.shape[1], left.shape[2]
+    _check(left, right, n * m, k)
+    device = left.device
+    edges = len(left if left_at is None else left_at)
+    first = torch.arange(edges, device=device)
+    left_at, right_at = (first if at is None else at.contiguous() for at in (left_at, right_at))
+    values = torch.empty(edges, k, device=device)
+    slots = torch.empty(2, edges, k, dtype=torch.int32, device=device)
+    nonfinite = torch.empty(edges, dtype=torch.int64, device=device)
+    if scale is None:
+        scale = torch.ones(edges, device=device)
+    if not edges or not k:
+        return PairTopK(values, slots[0], slots[1], nonfinite.zero_())
+    shape = shape_for(n, m, d, k)
+    with torch.cuda.device_of(left):
+        strongest_pairs[(edges,)](
+            left,
+            right,
+            n_left.contiguous(),
+            n_right.contiguous(),
+            left_at,
+            right_at,
+            scale.float().contiguous(),
+            _visits(left_at, right_at),
+            values,
+            slots[0],
+            slots[1],
+            nonfinite,
+            m,
+            k,
+            *left.stride(),
+            *right.stride(),
+            **shape.constants(),
+            **shape.options(),
+        )
+    return PairTopK(values, slots[0], slots[1], nonfinite)
+
+
+def _check(left: Tensor, right: Tensor, pairs: int, k: int) -> None:
+    for part in (left, right):
+        if part.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+            raise ValueError(
+                f"the fused kernel multiplies float32, float16 or bfloat16, not {part.dtype}: "
+                "use batched.topk_pairs"
+            )
+    if k > MOST_K:
+        raise ValueError(
+            f"the fused kernel keeps at most {MOST_K} pairs an edge, {k} asked for: "
+            "use batched.topk_pairs"
+        )
+    if pairs > MOST_PAIRS:
+        raise ValueError(f"the fused kernel ranks at most 2^32 pairs an edge, not {pairs}")
+
+
+def _visits(left_at: Int[Tensor, "edge"], right_at: Int[Tensor, "edge"]) -> Int[Tensor, "edge"]:
+    """The edges in squares of lists: a few hundred programs run at a time, and those of a square
+    read 16 left and 16 right lists between them, whatever the order they were asked for in."""
+    square = left_at.long() // _TOGETHER << 32 | right_at.long() // _TOGETHER
+    return square.argsort(stable=True)
+
+
+@triton.jit
+@no_type_check
+def strongest_pairs(
+    left, right, n_left, n_right, left_at, right_at, scale, visits,
+    values, left_slots, right_slots, nonfinite,
+    m, k,
+    left_list, left_row, left_dim, right_list, right_row, right_dim,
+    D: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr, GROUP_ROWS: tl.constexpr, GROUP_COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """The K strongest pairs of one edge, of which k are written."""
+    edge = tl.load(visits + tl.program_id(0).to(tl.int64)).to(tl.int64)
+    left_index = tl.load(left_at + edge).to(tl.int64)
+    right_index = tl.load(right_at + edge).to(tl.int64)
+    n_rows = tl.load(n_left + left_index).to(tl.int32)
+    n_columns = tl.load(n_right + right_index).to(tl.int32)
+    size = tl.load(scale + edge)
+    left += left_index * left_list
+    right += right_index * right_list
+
+    rank = K - 1 - tl.arange(0, K)
+    kept = tl.full([K], _NO_KEY, tl.int64)  # weakest first
+    bound = tl.min(kept)
+    bad = tl.zeros([], tl.int64)
+    for first_row in range(0, n_rows, ROWS):
+        rows = first_row + tl.arange(0, ROWS)
+        for first_column in range(0, n_columns, COLUMNS):
+            columns = first_column + tl.arange(0, COLUMNS)
+            products = _products(
+                left, right, rows, columns, n_rows, n_columns,
+                left_row, left_dim, right_row, right_dim, D, ROWS, COLUMNS, DEPTH,
+            )  # fmt: skip
+            inside = (rows < n_rows)[:, None] & (columns < n_columns)[None, :]
+            code, broken = _coded(products, inside, size)
+            bad += broken
+            code = tl.reshape(
+                code, [ROWS // GROUP_ROWS, GROUP_ROWS, COLUMNS // GROUP_COLUMNS, GROUP_COLUMNS]
+            )
+            heads, strength, place = _heads(
+                code, first_row, first_column, m, ROWS, COLUMNS, GROUP_ROWS, GROUP_COLUMNS
+            )
+            while tl.max(tl.ravel(heads)) > bound:
+                # of a list that rises and one that falls, the larger of each two: the K largest
+                strong = tl.topk(tl.ravel(heads), K)
+                kept = tl.bitonic_merge(tl.maximum(kept, strong))
+                bound = tl.min(tl.where(rank < k, kept, _LAST_KEY))
+                code = _without_heads(code, strength, place, GROUP_ROWS, GROUP_COLUMNS)
+                heads, strength, place = _heads(
+                    code, first_row, first_column, m, ROWS, COLUMNS, GROUP_ROWS, GROUP_COLUMNS
+                )
+
+    found = kept != _NO_KEY
+    magnitude = ((kept >> 33) + ((1 << 30) - 1)).to(tl.int32).to(tl.float32, bitcast=True)
+    value = tl.where((kept & 1) != 0, -magnitude, magnitude) * size
+    slot = 0xFFFFFFFF - ((kept >> 1) & 0xFFFFFFFF)
+    at = edge * k + rank
+    tl.store(values + at, tl.where(found, value, 0.0), mask=rank < k)
+    tl.store(left_slots + at, tl.where(found, slot // m, -1).to(tl.int32), mask=rank < k)
+    tl.store(right_slots + at, tl.where(found, slot % m, -1).to(tl.int32), mask=rank < k)
+    tl.store(nonfinite + edge, bad)
+
+
+@triton.jit
+@no_type_check
+def _products(
+    left, right, rows, columns, n_rows, n_columns,
+    left_row, left_dim, right_row, right_dim,
+    D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    """A tile of products; what is padding is never read."""
+    dims = tl.arange(0, DEPTH)
+    left_row_at = rows.to(tl.int64)[:, None] * left_row
+    right_row_at = columns.to(tl.int64)[None, :] * right_row
+    row_inside = (rows < n_rows)[:, None]
+    column_inside = (columns < n_columns)[None, :]
+    products = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for first in range(0, D, DEPTH):
+        dim = (first + dims).to(tl.int64)
+        a_at = left + left_row_at + dim[None, :] * left_dim
+        b_at = right + right_row_at + dim[:, None] * right_dim
+        if D % DEPTH == 0:
+            a = tl.load(a_at, mask=row_inside, other=0.0)
+            b = tl.load(b_at, mask=column_inside, other=0.0)
+        else:
+            a = tl.load(a_at, mask=row_inside & (dim < D)[None, :], other=0.0)
+            b = tl.load(b_at, mask=column_inside & (dim < D)[:, None], other=0.0)
+        products = tl.dot(a.to(tl.float32), b.to(tl.float32), products, input_precision="ieee")
+    return products
+
+
+@triton.jit
+@no_type_check
+def _coded(products, inside, size):
+    """Each product as an integer, its strength and below it its sign; how many are not finite."""
+    scaled = (products * size).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    finite = scaled < _INFINITY
+    bits = tl.where(size == 0, 0.0, products).to(tl.int32, bitcast=True)
+    strength = (bits & 0x7FFFFFFF) + (1 - (1 << 30))
+    code = (strength << 1) | ((bits >> 31) & 1)
+    broken = tl.sum(tl.ravel((inside & (finite == 0)).to(tl.int32)))
+    return tl.where(inside & finite, code, _NOTHING), broken.to(tl.int64)
+
+
+@triton.jit
+@no_type_check
+def _heads(
+    code, first_row, first_column, m,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    GROUP_ROWS: tl.constexpr, GROUP_COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """The strongest entry of every group: its key, its strength, and its place in the group with
+    its sign below; of equal ones the one in the lower row, then the lower column."""
+    strength = tl.max(tl.max(code >> 1, 3, keep_dims=True), 1, keep_dims=True)
+    places = (_places(GROUP_ROWS, GROUP_COLUMNS) << 1) | (code & 1)
+    place = tl.where(code >> 1 == strength, places, 2 * GROUP_ROWS * GROUP_COLUMNS)
+    place = tl.min(tl.min(place, 3, keep_dims=True), 1, keep_dims=True)
+    row = first_row + GROUP_ROWS * tl.arange(0, ROWS // GROUP_ROWS)
+    column = first_column + GROUP_COLUMNS * tl.arange(0, COLUMNS // GROUP_COLUMNS)
+    row = row[:, None, None, None] + (place >> 1) // GROUP_COLUMNS
+    column = column[None, None, :, None] + (place >> 1) % GROUP_COLUMNS
+    slot = row.to(tl.int64) * m + column
+    key = (strength.to(tl.int64) << 33) | ((0xFFFFFFFF - slot) << 1) | (place & 1)
+    return tl.where(strength == _NO_STRENGTH, _NO_KEY, key), strength, place
+
+
+@triton.jit
+@no_type_check
+def _without_heads(
+    code, strength, place, GROUP_ROWS: tl.constexpr, GROUP_COLUMNS: tl.constexpr
+):
+    """The tile without the entries that have been heads."""
+    head = (code >> 1 == strength) & (_places(GROUP_ROWS, GROUP_COLUMNS) == place >> 1)
+    return tl.where(head, _NOTHING, code)
+
+
+@triton.jit
+@no_type_check
+def _places(GROUP_ROWS: tl.constexpr, GROUP_COLUMNS: tl.constexpr):
+    """Numbers the entries of a group, row by row."""
+    row = tl.arange(0, GROUP_ROWS)[None, :, None, None]
+    return row * GROUP_COLUMNS + tl.arange(0, GROUP_COLUMNS)[None, None, None, :]
