@@ -51,6 +51,7 @@ class Shape(NamedTuple):
     """How the kernel is compiled for some sizes: its constants, and the warps of a program."""
 
     D: int
+    """d_head, to the next multiple of DEPTH."""
     K: int
     """k, to the next power of two."""
     ROWS: int
@@ -84,7 +85,7 @@ def shape_for(n: int, m: int, d: int, k: int) -> Shape:
             group_columns //= 2
     warps = 4 if rows * columns >= 2048 else 2 if rows * columns >= 1024 else 1
     depth = 32 if d > 16 else 16
-    return Shape(d, kept, rows, columns, depth, group_rows, group_columns, warps, 2)
+    return Shape(-(-d // depth) * depth, kept, rows, columns, depth, group_rows, group_columns, warps, 2)
 
 
 def _power_of_two(size: int) -> int:
@@ -120,6 +121,8 @@ def topk_pairs(
     if not edges or not k:
         return PairTopK(values, slots[0], slots[1], nonfinite.zero_())
     shape = shape_for(n, m, d, k)
+    left = _turned(left, shape.ROWS, shape.D)
+    right = _turned(right, shape.COLUMNS, shape.D)
     with torch.cuda.device_of(left):
         strongest_pairs[(edges,)](
             left,
@@ -134,10 +137,10 @@ def topk_pairs(
             slots[0],
             slots[1],
             nonfinite,
+            left.shape[2],
+            right.shape[2],
             m,
             k,
-            *left.stride(),
-            *right.stride(),
             **shape.constants(),
             **shape.options(),
         )
@@ -160,6 +163,19 @@ def _check(left: Tensor, right: Tensor, pairs: int, k: int) -> None:
         raise ValueError(f"the fused kernel ranks at most 2^32 pairs an edge, not {pairs}")
 
 
+def _turned(lists: Float[Tensor, "l n d"], rows: int, dims: int) -> Float[Tensor, "l dims width"]:
+    """The lists as float32, a dimension after the other, the rows of each side by side in whole
+    tiles.
+
+    What a thread multiplies then lies together in shared memory (four rows, one dimension), and
+    the loads need no mask: 16 bytes at a time, no bank read twice.
+    """
+    n, d = lists.shape[1:]
+    turned = lists.new_zeros(len(lists), dims, -(-n // rows) * rows, dtype=torch.float32)
+    turned[:, :d, :n] = lists.transpose(1, 2)
+    return turned
+
+
 def _visits(left_at: Int[Tensor, "edge"], right_at: Int[Tensor, "edge"]) -> Int[Tensor, "edge"]:
     """The edges in squares of lists: a few hundred programs run at a time, and those of a square
     read 16 left and 16 right lists between them, whatever the order they were asked for in."""
@@ -172,20 +188,19 @@ def _visits(left_at: Int[Tensor, "edge"], right_at: Int[Tensor, "edge"]) -> Int[
 def strongest_pairs(
     left, right, n_left, n_right, left_at, right_at, scale, visits,
     values, left_slots, right_slots, nonfinite,
-    m, k,
-    left_list, left_row, left_dim, right_list, right_row, right_dim,
+    left_width, right_width, m, k,
     D: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr, GROUP_ROWS: tl.constexpr, GROUP_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """The K strongest pairs of one edge, of which k are written."""
+    """The K strongest pairs of one edge, of which k are written. left [list, D, left_width]."""
     edge = tl.load(visits + tl.program_id(0).to(tl.int64)).to(tl.int64)
     left_index = tl.load(left_at + edge).to(tl.int64)
     right_index = tl.load(right_at + edge).to(tl.int64)
     n_rows = tl.load(n_left + left_index).to(tl.int32)
     n_columns = tl.load(n_right + right_index).to(tl.int32)
     size = tl.load(scale + edge)
-    left += left_index * left_list
-    right += right_index * right_list
+    left += left_index * D * left_width
+    right += right_index * D * right_width
 
     rank = K - 1 - tl.arange(0, K)
     kept = tl.full([K], _NO_KEY, tl.int64)  # weakest first
@@ -196,8 +211,8 @@ def strongest_pairs(
         for first_column in range(0, n_columns, COLUMNS):
             columns = first_column + tl.arange(0, COLUMNS)
             products = _products(
-                left, right, rows, columns, n_rows, n_columns,
-                left_row, left_dim, right_row, right_dim, D, ROWS, COLUMNS, DEPTH,
+                left + first_row, right + first_column, left_width, right_width,
+                D, ROWS, COLUMNS, DEPTH,
             )  # fmt: skip
             inside = (rows < n_rows)[:, None] & (columns < n_columns)[None, :]
             code, broken = _coded(products, inside, size)
@@ -232,28 +247,18 @@ def strongest_pairs(
 @triton.jit
 @no_type_check
 def _products(
-    left, right, rows, columns, n_rows, n_columns,
-    left_row, left_dim, right_row, right_dim,
+    left, right, left_width, right_width,
     D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """A tile of products; what is padding is never read."""
-    dims = tl.arange(0, DEPTH)
-    left_row_at = rows.to(tl.int64)[:, None] * left_row
-    right_row_at = columns.to(tl.int64)[None, :] * right_row
-    row_inside = (rows < n_rows)[:, None]
-    column_inside = (columns < n_columns)[None, :]
+    """A tile of products. Padding is multiplied like all else: it stays in its row or column."""
+    dims = tl.arange(0, DEPTH).to(tl.int64)
+    left += dims[None, :] * left_width + tl.arange(0, ROWS)[:, None]
+    right += dims[:, None] * right_width + tl.arange(0, COLUMNS)[None, :]
     products = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for first in range(0, D, DEPTH):
-        dim = (first + dims).to(tl.int64)
-        a_at = left + left_row_at + dim[None, :] * left_dim
-        b_at = right + right_row_at + dim[:, None] * right_dim
-        if D % DEPTH == 0:
-            a = tl.load(a_at, mask=row_inside, other=0.0)
-            b = tl.load(b_at, mask=column_inside, other=0.0)
-        else:
-            a = tl.load(a_at, mask=row_inside & (dim < D)[None, :], other=0.0)
-            b = tl.load(b_at, mask=column_inside & (dim < D)[:, None], other=0.0)
-        products = tl.dot(a.to(tl.float32), b.to(tl.float32), products, input_precision="ieee")
+    for _ in range(0, D, DEPTH):
+        products = tl.dot(tl.load(left), tl.load(right), products, input_precision="ieee")
+        left += DEPTH * left_width
+        right += DEPTH * right_width
     return products
 
 
