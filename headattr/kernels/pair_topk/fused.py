@@ -24,7 +24,7 @@ before they are multiplied by the edge's scale, which changes no order, or makes
 Programs are numbered such that those that run at the same time share lists (`_visits`).
 """
 
-from typing import Any, NamedTuple, no_type_check
+from typing import NamedTuple, no_type_check
 
 import torch
 import triton
@@ -63,6 +63,9 @@ class Shape(NamedTuple):
     GROUP_COLUMNS: int
     num_warps: int
     num_stages: int
+    maxnreg: int
+    """Registers a thread may take: left to itself ptxas spills to fit one more program on a
+    multiprocessor."""
 
     def constants(self) -> dict[str, int]:
         """What the kernel's text is compiled with."""
@@ -70,11 +73,15 @@ class Shape(NamedTuple):
 
     def options(self) -> dict[str, int]:
         """What the compiler is told beside."""
-        return {"num_warps": self.num_warps, "num_stages": self.num_stages}
+        return {name: size for name, size in self._asdict().items() if name.islower()}
 
 
 def shape_for(n: int, m: int, d: int, k: int) -> Shape:
-    """Tiles of at most 64 by 64, no larger than the lists; groups small enough for k heads."""
+    """Tiles of at most 64 by 64, no larger than the lists; groups small enough for k heads.
+
+    No more than 16 dimensions at a time, and no copies ahead of time: the compiler holds all
+    operands of a dot in registers, and three programs on a multiprocessor hide each other's waits.
+    """
     kept = max(16, _power_of_two(k))
     rows, columns = (min(64, max(16, _power_of_two(size))) for size in (n, m))
     group_rows = group_columns = 4
@@ -83,9 +90,21 @@ def shape_for(n: int, m: int, d: int, k: int) -> Shape:
             group_rows //= 2
         else:
             group_columns //= 2
-    warps = 4 if rows * columns >= 2048 else 2 if rows * columns >= 1024 else 1
-    depth = 32 if d > 16 else 16
-    return Shape(-(-d // depth) * depth, kept, rows, columns, depth, group_rows, group_columns, warps, 2)
+    entries, depth = rows * columns, 16
+    warps = 4 if entries >= 2048 else 2 if entries >= 1024 else 1
+    registers = 200 if entries == 4096 else 160
+    return Shape(
+        D=-(-d // depth) * depth,
+        K=kept,
+        ROWS=rows,
+        COLUMNS=columns,
+        DEPTH=depth,
+        GROUP_ROWS=group_rows,
+        GROUP_COLUMNS=group_columns,
+        num_warps=warps,
+        num_stages=1,
+        maxnreg=registers,
+    )
 
 
 def _power_of_two(size: int) -> int:
@@ -105,7 +124,8 @@ def topk_pairs(
 ) -> PairTopK:
     """As `batched.topk_pairs`, for float32, float16 and bfloat16; values are float32 always.
 
-    Nothing is copied but the indices, and the host never waits for the device.
+    Memory: a float32 copy of both sides' lists and 16 bytes an edge and pair kept; the host never
+    waits for the device. The more edges a call has, the less the copies weigh.
     """
     n, m, d = left.shape[1], right.shape[1], left.shape[2]
     _check(left, right, n * m, k)
@@ -233,12 +253,9 @@ def strongest_pairs(
                     code, first_row, first_column, m, ROWS, COLUMNS, GROUP_ROWS, GROUP_COLUMNS
                 )
 
-    found = kept != _NO_KEY
-    magnitude = ((kept >> 33) + ((1 << 30) - 1)).to(tl.int32).to(tl.float32, bitcast=True)
-    value = tl.where((kept & 1) != 0, -magnitude, magnitude) * size
-    slot = 0xFFFFFFFF - ((kept >> 1) & 0xFFFFFFFF)
+    found, value, slot = _read(kept)
     at = edge * k + rank
-    tl.store(values + at, tl.where(found, value, 0.0), mask=rank < k)
+    tl.store(values + at, tl.where(found, value * size, 0.0), mask=rank < k)
     tl.store(left_slots + at, tl.where(found, slot // m, -1).to(tl.int32), mask=rank < k)
     tl.store(right_slots + at, tl.where(found, slot % m, -1).to(tl.int32), mask=rank < k)
     tl.store(nonfinite + edge, bad)
@@ -299,9 +316,16 @@ def _heads(
 
 @triton.jit
 @no_type_check
-def _without_heads(
-    code, strength, place, GROUP_ROWS: tl.constexpr, GROUP_COLUMNS: tl.constexpr
-):
+def _read(key):
+    """Of keys: whether there is a pair, its product and its slot."""
+    magnitude = ((key >> 33) + ((1 << 30) - 1)).to(tl.int32).to(tl.float32, bitcast=True)
+    value = tl.where((key & 1) != 0, -magnitude, magnitude)
+    return key != _NO_KEY, value, 0xFFFFFFFF - ((key >> 1) & 0xFFFFFFFF)
+
+
+@triton.jit
+@no_type_check
+def _without_heads(code, strength, place, GROUP_ROWS: tl.constexpr, GROUP_COLUMNS: tl.constexpr):
     """The tile without the entries that have been heads."""
     head = (code >> 1 == strength) & (_places(GROUP_ROWS, GROUP_COLUMNS) == place >> 1)
     return tl.where(head, _NOTHING, code)
