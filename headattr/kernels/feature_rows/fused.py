@@ -31,12 +31,20 @@ class Shape(NamedTuple):
         """What the kernel's text is compiled with."""
         return {name: size for name, size in self._asdict().items() if name.isupper()}
 
+    def options(self) -> dict[str, int]:
+        """What the compiler is told beside."""
+        return {"num_warps": self.num_warps}
+
 
 def shape_for(width: int, d: int, rot: int) -> Shape:
     """Blocks of at most 8 slots by 128 dimensions."""
-    slots = min(8, triton.next_power_of_2(max(1, width)))
-    dims = min(128, triton.next_power_of_2(max(1, d)))
+    slots = min(8, _power_of_two(width))
+    dims = min(128, _power_of_two(d))
     return Shape(d, rot, slots, dims, 4 if slots * dims >= 512 else 1)
+
+
+def _power_of_two(size: int) -> int:
+    return 1 << max(0, size - 1).bit_length()
 
 
 def feature_rows(
@@ -59,9 +67,9 @@ def feature_rows(
         return out
     shape = shape_for(width, d, 0 if cos is None else cos.shape[1])
     cos, sin = (coefs if part is None else part for part in (cos, sin))
-    blocks = triton.cdiv(width, shape.SLOTS)
+    blocks = -(-width // shape.SLOTS)
     with torch.cuda.device_of(table):
-        rotated_rows[(positions * blocks, triton.cdiv(d, shape.DIMS))](
+        rotated_rows[(positions * blocks, -(-d // shape.DIMS))](
             table,
             rows_at.contiguous(),
             coefs.to(exact).contiguous(),
@@ -73,7 +81,7 @@ def feature_rows(
             width,
             blocks,
             **shape.constants(),
-            num_warps=shape.num_warps,
+            **shape.options(),
         )
     return out
 

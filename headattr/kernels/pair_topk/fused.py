@@ -124,15 +124,13 @@ def topk_pairs(
 ) -> PairTopK:
     """As `batched.topk_pairs`, for float32, float16 and bfloat16; values are float32 always.
 
-    Memory: a float32 copy of both sides' lists and 16 bytes an edge and pair kept; the host never
-    waits for the device. The more edges a call has, the less the copies weigh.
+    Memory: a float32 copy of both sides' lists, one an edge at most; the host never waits for the
+    device. The more edges a call has, the less the copies weigh.
     """
     n, m, d = left.shape[1], right.shape[1], left.shape[2]
     _check(left, right, n * m, k)
     device = left.device
     edges = len(left if left_at is None else left_at)
-    first = torch.arange(edges, device=device)
-    left_at, right_at = (first if at is None else at.contiguous() for at in (left_at, right_at))
     values = torch.empty(edges, k, device=device)
     slots = torch.empty(2, edges, k, dtype=torch.int32, device=device)
     nonfinite = torch.empty(edges, dtype=torch.int64, device=device)
@@ -141,14 +139,14 @@ def topk_pairs(
     if not edges or not k:
         return PairTopK(values, slots[0], slots[1], nonfinite.zero_())
     shape = shape_for(n, m, d, k)
-    left = _turned(left, shape.ROWS, shape.D)
-    right = _turned(right, shape.COLUMNS, shape.D)
+    left, n_left, left_at = _turned(left, n_left, left_at, shape.ROWS, shape.D)
+    right, n_right, right_at = _turned(right, n_right, right_at, shape.COLUMNS, shape.D)
     with torch.cuda.device_of(left):
         strongest_pairs[(edges,)](
             left,
             right,
-            n_left.contiguous(),
-            n_right.contiguous(),
+            n_left,
+            n_right,
             left_at,
             right_at,
             scale.float().contiguous(),
@@ -159,7 +157,7 @@ def topk_pairs(
             nonfinite,
             left.shape[2],
             right.shape[2],
-            m,
+            max(1, m),
             k,
             **shape.constants(),
             **shape.options(),
@@ -183,17 +181,27 @@ def _check(left: Tensor, right: Tensor, pairs: int, k: int) -> None:
         raise ValueError(f"the fused kernel ranks at most 2^32 pairs an edge, not {pairs}")
 
 
-def _turned(lists: Float[Tensor, "l n d"], rows: int, dims: int) -> Float[Tensor, "l dims width"]:
+def _turned(
+    lists: Float[Tensor, "l n d"],
+    counts: Int[Tensor, "l"],
+    at: Int[Tensor, "edge"] | None,
+    rows: int,
+    dims: int,
+) -> tuple[Tensor, Tensor, Tensor]:
     """The lists as float32, a dimension after the other, the rows of each side by side in whole
-    tiles.
+    tiles; their counts, and the list of each edge. Where edges are fewer than lists, a list an
+    edge.
 
     What a thread multiplies then lies together in shared memory (four rows, one dimension), and
-    the loads need no mask: 16 bytes at a time, no bank read twice.
+    loads need no mask: 16 bytes at a time, no bank read twice.
     """
+    if at is not None and len(at) < len(lists):
+        lists, counts, at = lists[at], counts[at], None
     n, d = lists.shape[1:]
     turned = lists.new_zeros(len(lists), dims, -(-n // rows) * rows, dtype=torch.float32)
     turned[:, :d, :n] = lists.transpose(1, 2)
-    return turned
+    at = torch.arange(len(lists), device=lists.device) if at is None else at.contiguous()
+    return turned, counts.contiguous(), at
 
 
 def _visits(left_at: Int[Tensor, "edge"], right_at: Int[Tensor, "edge"]) -> Int[Tensor, "edge"]:
