@@ -26,7 +26,7 @@ def run(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, *words],
         cwd=TESTS.parent,
-        env={**os.environ, **environment},
+        env={**os.environ, "PYTHONPATH": str(TESTS.parent), **environment},
         capture_output=True,
         text=True,
     )
