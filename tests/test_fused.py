@@ -127,9 +127,13 @@ def test_rows_on_cpu_are_plain_torch() -> None:
     assert torch.equal(rows_dispatch.feature_rows(*asked), plain_rows.feature_rows(*asked))
 
 
-def test_the_gpu_script_says_that_there_is_no_gpu() -> None:
+def test_the_gpu_script_checks_a_gpu_or_says_that_there_is_none(tmp_path: Path) -> None:
+    script, report = TESTS.parent / "scripts" / "gpu_check.py", tmp_path / "results.md"
+    done = run(str(script), "--no-bench", "--out", str(report))
     if torch.cuda.is_available():
-        pytest.skip("there is one")
-    done = run(str(TESTS.parent / "scripts" / "gpu_check.py"))
-    assert done.returncode == 2
-    assert "no CUDA GPU" in done.stderr
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "WRONG" not in report.read_text()
+    else:
+        assert done.returncode == 2
+        assert "no CUDA GPU" in done.stderr
+        assert not report.exists()
