@@ -15,7 +15,7 @@ from headattr.kernels.feature_rows import batched as plain_rows
 from headattr.kernels.feature_rows import dispatch as rows_dispatch
 from headattr.kernels.pair_topk import batched, dispatch
 
-triton = pytest.importorskip("triton", reason="Triton is not installed: headattr[gpu]")
+triton = pytest.importorskip("triton", "3.4", reason="needs Triton 3.4: headattr[gpu]")
 TESTS = Path(__file__).resolve().parent
 compiled_only = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") == "1", reason="TRITON_INTERPRET is set: nothing compiles"
