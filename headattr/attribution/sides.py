@@ -20,6 +20,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from headattr.basis.component import Components
+from headattr.kernels.feature_rows.dispatch import feature_rows
 from headattr.kernels.row_means.batched import Keys
 from headattr.model.head import HeadWeights, Norm, Rotary
 from headattr.model.head import Side as SideName
@@ -168,11 +169,7 @@ class Side:
             columns, regrow = (
                 part[index].where(inside, 0) for part in (prepared.columns, prepared.regrow)
             )
-            if "entries" in self.__dict__:
-                exact = self.entries.vectors[index]
-            else:
-                exact = self._seen(self._plain(index), positions)
-            exact = exact if inside.all() else exact.where(inside[..., None], 0)
+            exact = self._exact(index, inside, positions)
         constant = self.plain_constant.to(exact).expand(len(positions), -1)
         return Projected(
             exact,
@@ -183,6 +180,28 @@ class Side:
             regrow,
             self._head_regrow(index, inside, positions),
             prepared.dtype,
+        )
+
+    def _exact(
+        self,
+        index: Int[Tensor, "n slot"],
+        inside: Bool[Tensor, "n slot"],
+        positions: Int[Tensor, "n"],
+    ) -> Float[Tensor, "n slot d_head"]:
+        """The features of some positions by slot, 0 where there is none."""
+        prepared, rotary = self.prepared, self.rotary
+        if "entries" in self.__dict__ or self.norm is not None:
+            found = self.entries.vectors[index]
+            return found if inside.all() else found.where(inside[..., None], 0)
+        entries, counts = index[inside], inside.sum(1)
+        turned = {} if rotary is None else rotary.at(positions)._asdict()
+        return feature_rows(
+            self.table,
+            prepared.columns[entries],
+            prepared.coefs[entries],
+            torch.cat([counts.new_zeros(1), counts.cumsum(0)]),
+            index.shape[1],
+            **turned,
         )
 
     def _plain(self, entries: Int[Tensor, "*n"]) -> Float[Tensor, "*n d_head"]:

@@ -50,6 +50,10 @@ class UnembedOutput:
     def check_read(self, read: str) -> None:
         """Whatever is asked for: the unembedding has one read, its rows."""
 
+    def read_rows(self, read: str) -> Float[Tensor, "vocab d_model"]:
+        """Token rows, whatever `read` says."""
+        return self.rows
+
     def reads(self, prompt: PromptCapture, active: ActiveFeatures, read: str) -> Reads:
         """Token rows over the frozen final scale; the same whatever `read` says."""
         sigma = self.unembedding.norm.sigma(prompt.resid[self.layer])
