@@ -17,8 +17,9 @@ from pathlib import Path
 import torch
 
 from headattr.attribution.contrast import rows_of
+from headattr.attribution.prepared import prepare
 from headattr.attribution.qk import QkHead, Rank, qk_edges
-from headattr.attribution.sides import prepare, project
+from headattr.attribution.sides import project
 from headattr.basis.component import ActiveFeatures, decompose
 from headattr.kernels.pair_topk import batched as plain
 from headattr.kernels.pair_topk import dispatch

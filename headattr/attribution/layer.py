@@ -20,6 +20,7 @@ from torch import Tensor
 from headattr.attribution.blocks import Blocks, Rank, Sizes, blocks_of
 from headattr.attribution.contrast import Ends, rows_of
 from headattr.attribution.ov import OvHead, block_completeness, output_side, ov_edges, ov_head
+from headattr.attribution.prepared import Prepared, prepare
 from headattr.attribution.pushed import Pushed
 from headattr.attribution.qk import (
     QkBlock,
@@ -30,7 +31,7 @@ from headattr.attribution.qk import (
     share_sums,
     value_pairs,
 )
-from headattr.attribution.sides import Prepared, Side, prepare, project
+from headattr.attribution.sides import Side, project
 from headattr.basis.component import Components, Reads
 from headattr.errors import PromptError
 from headattr.kernels.pair_topk import batched

@@ -21,9 +21,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
-from headattr.attribution.lists import read_lists
+from headattr.attribution.lists import at_slots, read_lists, strongest
 from headattr.attribution.qk import lengths, relative
-from headattr.attribution.sides import Side, at_slots, strongest
+from headattr.attribution.sides import Side
 from headattr.basis.component import Reads
 from headattr.kernels.pair_topk.batched import PairTopK
 from headattr.kernels.pair_topk.dispatch import topk_pairs
