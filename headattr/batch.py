@@ -1,5 +1,6 @@
 """Some prompts at work: captured together, encoded, attributed layer by layer, given to a shard."""
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -281,10 +282,11 @@ def _selector(run: Run, layer_plan: LayerPlan, prompt: Prompt, flagged: NDArray[
         if layer_plan.window is not None:
             mask &= back < layer_plan.window
         if rule.kind == "file":
+            edges = run.listed.get((prompt.id, HeadId(layer, head)), [])  # in order
+            first, last = (bisect_left(edges, (q_pos, 0)) for q_pos in (rows.start, rows.stop))
+            q_pos, k_pos = np.array(edges[first:last], np.int64).reshape(-1, 2).T
             mask[:] = False
-            for q_pos, k_pos in run.listed.get((prompt.id, HeadId(layer, head)), []):
-                if q_pos in rows:
-                    mask[q_pos - rows.start, k_pos] = True
+            mask[q_pos - rows.start, k_pos] = True
         q_pos, k_pos = select_edges(
             pattern,
             rule,
