@@ -45,7 +45,7 @@ _PROCESS = 700e6
 """Bytes of Python with torch, transformers and sae_lens."""
 _STORED = {"scalar": 0.87, "array": 0.89, "rounded": 0.5, "q": 0.62, "k": 0.62, "o": 0.62}
 """Bytes on disk of a byte of each kind of column, as measured on SmolLM2."""
-_WRITTEN = 25e6
+_WRITTEN = 40e6
 """Bytes a second that are compressed and written."""
 _START = 15.0
 """Seconds of imports, loading and the proof of a small model."""
@@ -243,7 +243,7 @@ def _memory(
         longest = max(lengths[i] for i in batch)
         tokens = len(batch) * longest
         captured = tokens * shape.captured(budget.layers_at_once(tokens), shape.sites)
-        attention = min(3 * size * len(batch) * model.n_heads * longest**2, total // 8 * 3)
+        attention = min(4 * size * len(batch) * model.n_heads * longest**2, total // 8)
         running = tokens * shape.passing() + 4 * len(batch) * longest**2 + attention
         blocks = max(_block_bytes(config, budget, plan, order, longest) for plan in plans)
         work = max(work, captured + max(running, shape.attributed(longest) + blocks))

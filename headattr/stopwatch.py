@@ -14,8 +14,8 @@ from headattr.edges import same_edges
 from headattr.model.capture import LayerCapture
 from headattr.model.head import HeadWeights, Norm
 
-_TIMED_LENGTH = 1024
-"""Tokens of a prompt at most, so that the timing stays a matter of seconds."""
+_TIMED_LENGTH, _TIMED_EDGES = 1024, 8192
+"""Tokens of a prompt and edges of a head at most, so that the timing stays a matter of seconds."""
 _ATTENTION = 1.5
 """A forward pass over its matrix products alone."""
 
@@ -54,17 +54,19 @@ def forward_seconds(parameters: int, tokens: int, dtype: torch.dtype) -> float:
 
 @cache
 def layer_seconds(sizes: Sizes, topk: int, rank: Rank, dtype: torch.dtype) -> Cost:
-    """The cost of a layer, from three short runs of the attribution itself.
+    """The cost of a layer, from three short runs of the attribution itself: with one edge a query,
+    in one head and in two, and with several.
 
-    Of long prompts the first tokens are timed: a head's tables of every row grow with the square of
-    the length, the rest with the length.
+    Of long prompts the first tokens are timed: what is known of every row of a head grows with the
+    square of the length, what a prompt has once with the length.
     """
     longer = max(1.0, sizes.length / _TIMED_LENGTH)
     sizes = sizes._replace(length=min(sizes.length, _TIMED_LENGTH))
-    few, many = min(16, sizes.length), min(512, sizes.length * (sizes.length + 1) // 2)
+    few = min(sizes.length, _TIMED_EDGES)
+    many = min(_TIMED_EDGES, sizes.length * (sizes.length + 1) // 2)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        _time(sizes, 1, few, topk, rank, dtype)  # warms up
+        _time(sizes, 1, few, topk, rank, dtype)  # warms up, and compiles
         one, two, long = (
             _time(sizes, heads, edges, topk, rank, dtype)
             for heads, edges in ((1, few), (2, few), (1, many))
@@ -72,7 +74,7 @@ def layer_seconds(sizes: Sizes, topk: int, rank: Rank, dtype: torch.dtype) -> Co
     edge = max(0.0, long - one) / max(1, many - few)
     head = max(0.0, two - one - few * edge)
     prompt = max(0.0, one - head - few * edge)
-    return Cost(longer * prompt, longer**2 * head, longer * edge)
+    return Cost(longer * prompt, longer**2 * head, edge)
 
 
 def _time(sizes: Sizes, heads: int, edges: int, topk: int, rank: Rank, dtype: torch.dtype) -> float:
@@ -88,7 +90,10 @@ def _time(sizes: Sizes, heads: int, edges: int, topk: int, rank: Rank, dtype: to
     pattern = torch.full((heads, 1, length), 1 / length, dtype=dtype)
     last = torch.tensor([length - 1])
     kept = LayerCapture(x, Q, K, V, weights.scale, None, last, pattern, x, x)
-    chosen = tuple(positions[-edges:] for positions in np.tril_indices(length))
+    every = np.tril_indices(length)
+    # spread over all queries, the first key of each first
+    order = np.argsort(every[1], kind="stable")[:edges]
+    chosen = [positions[np.sort(order)] for positions in every]
     task = LayerTask(
         weights=weights,
         kept=kept,
