@@ -161,11 +161,11 @@ class Budget(NamedTuple):
 
     def check(self, length: int) -> None:
         """Raises PromptError for a prompt that the budget cannot hold."""
-        needed = int(1.2 * self.needed(length))
+        needed = 1.2 * self.needed(length)
         if needed > max(self.total, SMALLEST):
             raise PromptError(
                 f"{length:,} tokens need about {show_bytes(needed)} beside the model; the budget "
-                f"is {show_bytes(self.total)}: raise --memory, or cut the prompt"
+                f"is {show_bytes(float(self.total))}: raise --memory, or cut the prompt"
             )
 
 

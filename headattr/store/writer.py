@@ -132,6 +132,10 @@ class ShardWriter:
             if index not in self.sources:
                 self.sources[index] = _Source(self.file.create_group(f"source/{index}"))
             self.sources[index].add(active)
+        self._fit_slots()
+
+    def _fit_slots(self) -> None:
+        """Slots as wide as the lists that are there need."""
         longest = {index: source.longest for index, source in self.sources.items()}
         for layer in self.layers.values():
             layer.widen(longest)
@@ -149,11 +153,15 @@ class ShardWriter:
         del self.prompts[prompts:]
         for part in (*self.sources.values(), *self.layers.values()):
             part.cut(prompts)
+        if prompts:  # a list that is gone may have been the longest
+            self._fit_slots()
 
     def finish(self) -> int:
         """Write what is held; returns the number of edges."""
         _write_prompts(self.file, self.prompts)
-        if not self.prompts:
+        if not self.prompts:  # as if none had ever come: those that did were cut
+            for name in {"source", "layer"} & self.file.keys():
+                del self.file[name]
             return 0
         for source in self.sources.values():
             source.finish()
