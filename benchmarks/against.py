@@ -84,7 +84,7 @@ def compare(
     here: Worker, there: Worker, case: Sequence[str], rounds: int = ROUNDS
 ) -> dict[str, Any]:
     """Seconds of both, round by round; `lacks` where one has no such op."""
-    for side, worker in (("here", here), ("ref", there)):
+    for side, worker in (("ref", there), ("here", here)):
         answer = worker.ask(build=list(case))
         if "lacks" in answer:
             return {"side": side, "lacks": answer["lacks"]}
@@ -107,7 +107,9 @@ def section(ref: str, names: Sequence[str], sizes: Sequence[str], rounds: int = 
         for size in sizes:
             for name in names:
                 say(f"against {ref}: {size}, {name}")
-                found = figures[f"{size}/{name}"] = compare(here, there, (name, size, "heavy"), rounds)
+                found = figures[f"{size}/{name}"] = compare(
+                    here, there, (name, size, "heavy"), rounds
+                )
                 if "lacks" in found:
                     who = f"{ref} lacks it" if found["side"] == "ref" else "not here"
                     rows.append([size, name, "", who, found["lacks"].replace("|", "/")[:100]])

@@ -14,7 +14,9 @@ _LARGEST_TABLE = 1 << 28
 """Bytes of a dictionary; of a larger one only the rows that are active somewhere are there."""
 
 
-def make_task(size: Size, spread: Spread, *, output: bool = False, rank: str = "value") -> LayerTask:
+def make_task(
+    size: Size, spread: Spread, *, output: bool = False, rank: str = "value"
+) -> LayerTask:
     """All edges of the measured heads; the same numbers for the same arguments."""
     torch.manual_seed(0)
     x, weights = torch.randn(size.length, size.d_model), make_weights(size)
@@ -49,15 +51,11 @@ def make_weights(size: Size) -> HeadWeights:
         torch.randn(d_model) if size.norm == "layer" else None,
         1e-5,
     )
-    W_Q, W_K, W_V = (
-        torch.randn(n, d_model, d_head) / d_model**0.5 for n in (heads, 1, 1)
-    )
+    W_Q, W_K, W_V = (torch.randn(n, d_model, d_head) / d_model**0.5 for n in (heads, 1, 1))
     W_O = torch.randn(heads, d_head, d_model) / d_head**0.5
     zeros = [torch.zeros(n, d_head) for n in (heads, 1, 1)]
     b_O, scale = torch.zeros(d_model), d_head**-0.5
-    return HeadWeights(
-        0, norm, W_Q, W_K, W_V, W_O, *zeros, b_O, scale, softcap=size.softcap
-    )
+    return HeadWeights(0, norm, W_Q, W_K, W_V, W_O, *zeros, b_O, scale, softcap=size.softcap)
 
 
 def make_rotary(size: Size) -> Rotary | None:
@@ -68,9 +66,7 @@ def make_rotary(size: Size) -> Rotary | None:
     return Rotary(angles.cos(), angles.sin())
 
 
-def make_components(
-    x: torch.Tensor, size: Size, spread: Spread
-) -> tuple[Components, torch.Tensor]:
+def make_components(x: torch.Tensor, size: Size, spread: Spread) -> tuple[Components, torch.Tensor]:
     """`size.active` random features a position, and their directions."""
     n = min(size.active, size.features)
     ids = torch.stack(
@@ -80,7 +76,9 @@ def make_components(
     if rows * size.d_model * x.itemsize > _LARGEST_TABLE:
         used, ids = ids.unique(return_inverse=True)
         rows = len(used)
-    acts = torch.rand(len(ids)).clamp(min=1e-4) ** -0.7 if spread == "heavy" else torch.ones(len(ids))
+    acts = (
+        torch.rand(len(ids)).clamp(min=1e-4) ** -0.7 if spread == "heavy" else torch.ones(len(ids))
+    )
     directions = torch.randn(rows, size.d_model) / size.d_model**0.5
     active = ActiveFeatures(torch.arange(size.length + 1) * n, ids, acts)
     ones, zeros = torch.ones(size.length), torch.zeros_like(x)

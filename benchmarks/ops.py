@@ -89,10 +89,16 @@ def again(function: Callable[..., Any], calls: list[Call]) -> Work:
     return work
 
 
+def function_of(op: Op) -> Callable[..., Any]:
+    """What the op is in this version of headattr. Raises AttributeError or ImportError where there
+    is none, or no attribution in blocks, which calls it."""
+    _ = import_module(_LAYER).stream_layer
+    return getattr(import_module(op.module), op.function)
+
+
 def ours(op: Op, task: Any) -> Work:
-    """The op as this version of headattr does it. Raises AttributeError or ImportError where there
-    is none."""
-    function = getattr(import_module(op.module), op.function)
+    """The op as this version of headattr does it."""
+    function = function_of(op)
     if op.function == "stream_layer":
         return lambda: function(task, drop, drop)
     calls = calls_of(op, task)

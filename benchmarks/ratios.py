@@ -37,8 +37,8 @@ def measure(name: str, size: Size, spread: Spread, rounds: int = ROUNDS) -> dict
 def section(names: Sequence[str], sizes: dict[str, Size], rounds: int = ROUNDS) -> Section:
     figures: dict[str, Any] = {}
     lines = [
-        f"Edges a second; medians of {rounds}, competitors by turns, ratios within a round. Plain: a "
-        "query by 32 keys as one product, `.abs().topk(k, -1)`; products: the same without the "
+        f"Edges a second; medians of {rounds}, competitors by turns, ratios within a round. Plain: "
+        "a query by 32 keys as one product, `.abs().topk(k, -1)`; products: the same without the "
         "selection; loop: edge by edge. Of a whole layer they are the pairs alone. Projection and "
         "row sums are spread over all edges; their competitors are plain torch without sharing, "
         "the bare products, and a loop over positions or queries.",

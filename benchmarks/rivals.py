@@ -1,7 +1,7 @@
 """The competitors of an op, on the same numbers: plain batched torch, bare products, a loop."""
 
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from clock import Work
@@ -86,7 +86,9 @@ def heads_of(task: LayerTask) -> Iterator[Head]:
     entries = {}
     for side in ("key", "value"):
         entries[side] = project(weights, side, 0, prepared, kept.rotary).entries.vectors
-    lists = {side: found.to(dtype).view(length, -1, found.shape[1]) for side, found in entries.items()}
+    lists = {
+        side: found.to(dtype).view(length, -1, found.shape[1]) for side, found in entries.items()
+    }
     allowed = weights.allowed(torch.arange(length), length)
     patterns = weights.pattern(weights.scores(kept.Q, kept.K), allowed)
     for head in task.heads:

@@ -5,7 +5,7 @@ from typing import Literal, NamedTuple
 Spread = Literal["heavy", "even"]
 SPREADS: dict[Spread, str] = {
     "heavy": "heavy-tailed activations, rand()**-0.7",
-    "even": "equal activations, Gaussian directions: norms so equal that nothing can be pruned",
+    "even": "equal activations, Gaussian directions: norms nearly equal, so little can be pruned",
 }
 
 
@@ -31,6 +31,7 @@ class Size(NamedTuple):
         return self.heads * self.length * (self.length + 1) // 2
 
     def __str__(self) -> str:
+        """As a report says it."""
         return (
             f"d_model {self.d_model}, {self.heads} query head(s) on one key head, d_head "
             f"{self.d_head}, T {self.length}, {self.active} of {self.features:,} features active, "

@@ -15,11 +15,13 @@ import torch
 
 def build(name: str, size: str, spread: str) -> tuple[Any, int]:
     """The op, after a go that warms up, and how many edges it does."""
-    from inputs import make_task
-    from ops import OPS, ours
+    from ops import OPS, function_of, ours
     from sizes import SIZES, TINY
 
     op, found = OPS[name], {**SIZES, "tiny": TINY}[size]
+    function_of(op)
+    from inputs import make_task
+
     work = ours(op, make_task(found, spread, output=op.output, rank=op.rank))  # type: ignore[arg-type]
     work()
     return work, found.edges
