@@ -13,7 +13,7 @@ import torch
 from clock import ROUNDS, median, say, seconds
 from report import Section, number, table
 
-PROMPTS = ((128, 4), (512, 2))
+PROMPTS = ((128, 2), (512, 1))
 """Tokens, and how many prompts of them."""
 STAGES = ("forward", "encode", "project", "attribute", "write", "rest")
 LAYER = 12
@@ -69,13 +69,16 @@ def watched(stages: Stages, sources: list[Any]) -> Iterator[None]:
     from headattr import batch, pipeline
     from headattr.attribution import layer
     from headattr.attribution.ov import OutputSide
-    from headattr.attribution.sides import Prepared, Side
+    from headattr.attribution.prepared import Prepared
+    from headattr.attribution.pushed import Pushed
+    from headattr.attribution.sides import Side
     from headattr.store.writer import ShardWriter
 
     kinds = {type(source) for source in sources}
     places = [(batch, "capture", "forward"), *((kind, "active", "encode") for kind in kinds)]
     places += [(layer, "prepare", "project"), (layer, "project", "project")]
     places += [(Prepared, "pushed", "project"), (OutputSide, "pushed", "project")]
+    places += [(Pushed, "table", "project")]
     places += [(Side, "at", "project"), (batch, "stream_layer", "attribute")]
     places += [(ShardWriter, f"add_{what}", "write") for what in ("prompt", "edges", "layer")]
     places += [(ShardWriter, "finish", "write")]

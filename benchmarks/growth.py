@@ -104,10 +104,10 @@ def flat(*, long: bool = False, base: Size = SETTING, many: dict[int, int] = MAN
         return found
 
     an_edge(small)
-    firsts, found = [an_edge(small) for _ in range(3)], {}
+    firsts, found = [an_edge(small) for _ in range(2)], {}
     for count in others:
         found[count] = an_edge(count)
-        firsts += [an_edge(small) for _ in range(2)]
+        firsts += [an_edge(small) for _ in range(3)]
     first = median(firsts)
     rows = [[f"{small:,}", str(many[small]), str(len(firsts)), number(1e6 * first), "1"]]
     verdict = []

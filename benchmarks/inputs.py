@@ -1,5 +1,7 @@
 """One layer of one prompt from random numbers, as `headattr.stopwatch` makes it, at a size."""
 
+from functools import lru_cache
+
 import numpy as np
 import torch
 from sizes import Size, Spread
@@ -14,6 +16,7 @@ _LARGEST_TABLE = 1 << 28
 """Bytes of a dictionary; of a larger one only the rows that are active somewhere are there."""
 
 
+@lru_cache(maxsize=2)
 def make_task(
     size: Size, spread: Spread, *, output: bool = False, rank: str = "value"
 ) -> LayerTask:

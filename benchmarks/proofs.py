@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 from clock import say
@@ -24,8 +25,9 @@ def tests_of(names: Sequence[str]) -> list[str]:
 def prove(tests: Sequence[str], root: Path = ROOT) -> str:
     """Run the tests and say in a sentence what passed. Raises NotProven, naming what failed."""
     say(f"tests: {' '.join(tests)}")
+    spread = ["-n", "auto"] if len(tests) > 1 and find_spec("xdist") else []
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-x", "-q", "-m", "not slow", *tests],
+        [sys.executable, "-m", "pytest", "-x", "-q", "-m", "not slow", *spread, *tests],
         cwd=root,
         env=os.environ | {"PYTHONPATH": str(root)},
         capture_output=True,

@@ -8,14 +8,12 @@ from clock import Work
 from ops import OPS, again, calls_of
 from torch import Tensor
 
-from headattr.attribution.layer import LayerTask
-from headattr.attribution.ov import output_side
-from headattr.attribution.sides import prepare, project
+from headattr.attribution.layer import LayerTask, output_side, prepare, project
 from headattr.kernels.row_means import batched
 
 KEYS = 32
 """Keys of a query that are one matrix product."""
-LOOP_EDGES = 200
+LOOP_EDGES = 100
 Select = Callable[[Tensor], object]
 
 

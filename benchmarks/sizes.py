@@ -42,8 +42,8 @@ class Size(NamedTuple):
 SETTING = Size(768, 1, 64, 128, 64, 24_576, norm="layer", rotary=False)
 SIZES = {
     "setting": SETTING,  # one of 12 heads
-    "gemma-2-2b": Size(2304, 2, 256, 64, 64, 16_384, softcap=50.0),  # one of 4 groups
-    "llama-3-8b": Size(4096, 4, 128, 64, 64, 32_768),  # one of 8 groups
+    "gemma-2-2b": Size(2304, 2, 256, 32, 64, 16_384, softcap=50.0),  # one of 4 groups
+    "llama-3-8b": Size(4096, 4, 128, 32, 64, 32_768),  # one of 8 groups
 }
 TINY = Size(32, 1, 8, 6, 4, 40, topk=3)
 """For the tests of the suite itself."""

@@ -1,13 +1,15 @@
 """Some prompts at work: captured together, encoded, attributed layer by layer, given to a shard."""
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from headattr.attribution.layer import LayerTask, stream_layer, swallow_attention
+from headattr.attribution.pushed import Pushed, read_maps, written_maps
 from headattr.basis.component import ActiveFeatures
 from headattr.budget import Budget, free_memory, parse_bytes
 from headattr.edges import HeadId, parse_edge_rule, select_edges, token_filter
@@ -61,19 +63,71 @@ def _slots(source: Any) -> int:
     return int(fields.get("k", min(GUESSED_SLOTS, source.about.n_features)))
 
 
+class LayerParts(NamedTuple):
+    """What all prompts share of one layer."""
+
+    weights: HeadWeights
+    pushed: Pushed | None
+    pushed_output: Pushed | None
+
+
+class Layers:
+    """What the layers of a run need, kept from batch to batch while it fits in an eighth of the
+    budget; else one layer at a time."""
+
+    def __init__(self, run: Run, budget: Budget) -> None:
+        """Nothing is made yet."""
+        self.run, self.budget = run, budget
+        self._kept: dict[int, LayerParts] = {}
+
+    def of(self, plan: LayerPlan) -> LayerParts:
+        """Of one layer."""
+        if plan.layer not in self._kept:
+            if not self._all_fit():
+                self._kept.clear()
+            self._kept[plan.layer] = self._parts(plan)
+        return self._kept[plan.layer]
+
+    def _parts(self, plan: LayerPlan) -> LayerParts:
+        model, sources = self.run.model, self.run.source_list
+        weights = model.family.head_weights(model.hf, plan.layer)
+        if self._bytes(plan) > self.budget.shared_bytes():
+            return LayerParts(weights, None, None)
+        heads, has_output = tuple(plan.heads), plan.output is not None
+        maps = read_maps(weights, heads, values=has_output)
+        pushed, written = Pushed(sources[plan.basis].directions, maps), None
+        if plan.output is not None:
+            rows = sources[plan.output].read_rows(self.run.config.read)
+            written = Pushed(rows, written_maps(weights, heads))
+        return LayerParts(weights, pushed, written)
+
+    def _bytes(self, plan: LayerPlan) -> int:
+        """Of the projections and the folded weights of a layer."""
+        shape, sources = self.budget.shape, self.run.source_list
+        exact = (shape.n_heads + 2 * shape.n_kv_heads) * shape.d_head * 8
+        found = exact * (sources[plan.basis].about.n_features + shape.d_model)
+        if plan.output is not None:
+            features = sources[plan.output].about.n_features
+            found += len(plan.heads) * shape.d_head * shape.number * features
+        return found
+
+    def _all_fit(self) -> bool:
+        return sum(map(self._bytes, self.run.plans)) <= self.budget.shared_bytes()
+
+
 class Batch:
     """Some prompts at work. The layers are the outer loop: what one needs is made once."""
 
     def __init__(
         self,
-        run: Run,
-        budget: Budget,
+        layers: "Layers",
         prompts: Sequence[Prompt],
         shard: ShardWriter,
         advance: Advance,
     ) -> None:
         """`shard` takes the prompts and their edges."""
-        self.run, self.budget, self.prompts, self.shard = run, budget, prompts, shard
+        self.run, self.budget, self.layers = layers.run, layers.budget, layers
+        self.prompts, self.shard = prompts, shard
         self.advanced = 0
         """Rows that were told to `advance`."""
         self._advance = advance
@@ -138,15 +192,17 @@ class Batch:
     def _layers(self, plans: Sequence[LayerPlan], captured: Sequence[PromptCapture]) -> None:
         model = self.run.model
         for plan in plans:
-            weights = model.family.head_weights(model.hf, plan.layer)
+            layer = self.layers.of(plan)
             for i, prompt in enumerate(captured):
                 task = layer_task(
                     self.run,
                     plan,
-                    weights,
+                    layer.weights,
                     self.prompts[i],
                     prompt,
                     self._actives[i],
+                    pushed=layer.pushed,
+                    pushed_output=layer.pushed_output,
                     memory=self.budget.block_bytes(len(self.prompts[i].tokens)),
                     tolerance=TOLERANCE[model.dtype],
                 )
@@ -226,10 +282,11 @@ def _selector(run: Run, layer_plan: LayerPlan, prompt: Prompt, flagged: NDArray[
         if layer_plan.window is not None:
             mask &= back < layer_plan.window
         if rule.kind == "file":
+            edges = run.listed.get((prompt.id, HeadId(layer, head)), [])  # in order
+            first, last = (bisect_left(edges, (q_pos, 0)) for q_pos in (rows.start, rows.stop))
+            q_pos, k_pos = np.array(edges[first:last], np.int64).reshape(-1, 2).T
             mask[:] = False
-            for q_pos, k_pos in run.listed.get((prompt.id, HeadId(layer, head)), []):
-                if q_pos in rows:
-                    mask[q_pos - rows.start, k_pos] = True
+            mask[q_pos - rows.start, k_pos] = True
         q_pos, k_pos = select_edges(
             pattern,
             rule,

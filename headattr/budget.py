@@ -125,11 +125,16 @@ class Budget(NamedTuple):
         """Numbers of a dictionary's activations that are there at once."""
         return max(1, self.total // 8 // (6 * self.shape.number))
 
+    def shared_bytes(self) -> int:
+        """Bytes for what prompts share: dictionaries through the weights of a layer's heads."""
+        return self.total // 8
+
     def block_bytes(self, length: int) -> int:
         """Bytes for the blocks of a prompt's attribution."""
         layers = self.layers_at_once(length)
         sites = self.shape.sites if layers == self.shape.layers else min(2, self.shape.sites)
         fixed = length * self.shape.captured(layers, sites) + self.shape.attributed(length)
+        fixed += self.shared_bytes()
         return max(self.total - fixed, self.total // 4)
 
     def batches(self, lengths: Sequence[int], most: int) -> Iterator[range]:

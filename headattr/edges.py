@@ -197,14 +197,18 @@ def select_edges(
         if not keep_sinks:
             kept &= ~flagged[None]
         if rule.m < kept.shape[1]:
-            ranked = np.where(kept, pattern, -1.0)
-            order = np.argsort(-ranked, axis=1, kind="stable")[:, : rule.m]
-            best = np.zeros_like(kept)
-            np.put_along_axis(best, order, True, axis=1)
-            kept &= best
+            kept &= _largest(np.where(kept, pattern, -1.0), rule.m)
     kept &= q_allowed[:, None] & k_allowed[None]
     q_pos, k_pos = np.nonzero(kept)
     return q_pos, k_pos
+
+
+def _largest(numbers: NDArray[np.floating], m: int) -> NDArray[np.bool_]:
+    """Which of each row are its m largest, the earlier of equal ones; rows are longer than m."""
+    last = np.partition(numbers, -m, axis=1)[:, -m, None]
+    above, equal = numbers > last, numbers == last
+    missing = m - above.sum(1, keepdims=True)
+    return above | (equal & (np.cumsum(equal, axis=1) <= missing))
 
 
 def same_edges(

@@ -10,8 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from headattr.batch import Advance, Batch, FailedPrompts, budget_of, rows_of_prompt
-from headattr.budget import Budget
+from headattr.batch import Advance, Batch, FailedPrompts, Layers, budget_of, rows_of_prompt
 from headattr.errors import PromptError
 from headattr.inputs import inputs_from_memory
 from headattr.model.tokens import Prompt
@@ -53,7 +52,7 @@ def execute(run: Run) -> Store:
     labels = {i: label_lines(source, run.model) for i, source in enumerate(run.source_list)}
     begin(folder, run.manifest, labels)
     by_id = {prompt.id: prompt for prompt in run.prompts}
-    budget = budget_of(run)
+    layers = Layers(run, budget_of(run))
     with _progress(run) as advance:
         for entry in run.manifest["shards"]:
             prompts = [by_id[prompt] for prompt in entry["prompts"]]
@@ -66,16 +65,17 @@ def execute(run: Run) -> Store:
                     manifest_hash=run.manifest["hash"],
                     longest=max((len(prompt.tokens) for prompt in prompts), default=0),
                 ) as shard:
-                    attribute_prompts(run, budget, prompts, shard, advance)
+                    attribute_prompts(layers, prompts, shard, advance)
             else:
                 advance(sum(rows_of_prompt(run, prompt) for prompt in prompts))
     return Store(folder)
 
 
 def attribute_prompts(
-    run: Run, budget: Budget, prompts: Sequence[Prompt], shard: ShardWriter, advance: Advance
+    layers: Layers, prompts: Sequence[Prompt], shard: ShardWriter, advance: Advance
 ) -> None:
     """Capture, decompose and attribute some prompts; one that cannot be run is set aside."""
+    run, budget = layers.run, layers.budget
 
     def set_aside(prompt: Prompt, error: PromptError) -> None:
         shard.set_aside.append(SetAside(prompt.id, str(error)).as_dict())
@@ -92,7 +92,7 @@ def attribute_prompts(
     for batch in budget.batches(lengths, run.config.batch_size):
         left = [fitting[i] for i in batch]
         while left:
-            before, work = len(shard.prompts), Batch(run, budget, left, shard, advance)
+            before, work = len(shard.prompts), Batch(layers, left, shard, advance)
             try:
                 work.attribute()
                 break

@@ -14,9 +14,11 @@ import torch
 
 import headattr
 from headattr import query
+from headattr.attribution import prepared as shared
 from headattr.attribution import sides
 from headattr.attribution.contrast import Ends, rows_of
 from headattr.attribution.layer import LayerTask, attribute_layer
+from headattr.attribution.prepared import prepare
 from headattr.attribution.qk import (
     QkBlock,
     QkEdges,
@@ -26,7 +28,7 @@ from headattr.attribution.qk import (
     value_pairs,
 )
 from headattr.attribution.reference import edge_tables
-from headattr.attribution.sides import Projected, Side, prepare, project
+from headattr.attribution.sides import Projected, Side, project
 from headattr.basis.plain import plain_basis
 from headattr.basis.sae import from_object
 from headattr.basis.tokens import token_basis
@@ -207,10 +209,8 @@ class Shifted(Side):
         return plain._replace(vectors=plain.vectors + shift)
 
     def at(self, positions: torch.Tensor) -> Projected:
-        found = super().at(positions)
-        exact = found.exact.clone()
-        exact[:, 0] += self.u * (self.kind == 0)
-        return replace(found, exact=exact)
+        assert len(self.entries.vectors)  # which are what it takes features from
+        return super().at(positions)
 
 
 def head_of(task: LayerTask, head: int, u: torch.Tensor, to: str) -> QkBlock:
@@ -533,6 +533,7 @@ def test_chunks_change_no_contrast_and_no_ablation(
     for numbers in (1, 333):
         monkeypatch.setattr(row_means, "_CHUNK", numbers)
         monkeypatch.setattr(sides, "_CHUNK", numbers)
+        monkeypatch.setattr(shared, "_CHUNK", numbers)
         small = attribute_layer(replace(task, memory=numbers))
         for name in ("q_slots", "k_slots", "q_top", "k_top"):
             found, wanted = getattr(small, name), getattr(whole, name)

@@ -20,6 +20,8 @@ from torch import Tensor
 from headattr.attribution.blocks import Blocks, Rank, Sizes, blocks_of
 from headattr.attribution.contrast import Ends, rows_of
 from headattr.attribution.ov import OvHead, block_completeness, output_side, ov_edges, ov_head
+from headattr.attribution.prepared import Prepared, prepare
+from headattr.attribution.pushed import Pushed
 from headattr.attribution.qk import (
     QkBlock,
     contrast_pairs,
@@ -29,7 +31,7 @@ from headattr.attribution.qk import (
     share_sums,
     value_pairs,
 )
-from headattr.attribution.sides import Prepared, Side, prepare, project
+from headattr.attribution.sides import Side, project
 from headattr.basis.component import Components, Reads
 from headattr.errors import PromptError
 from headattr.kernels.pair_topk import batched
@@ -37,6 +39,7 @@ from headattr.kernels.pair_topk.batched import PairTopK
 from headattr.kernels.pair_topk.dispatch import path_of
 from headattr.model.capture import LayerCapture
 from headattr.model.head import HeadWeights
+from headattr.model.head import Side as SideName
 from headattr.model.proof import layer_errors
 from headattr.tables import (
     TOP_MARGINALS,
@@ -79,6 +82,10 @@ class LayerTask:
     top_marginals: int = TOP_MARGINALS
     memory: int = 1 << 28
     """Bytes for the temporaries of a block; bounds the memory, never the result."""
+    pushed: Pushed | None = None
+    """`directions` through `read_maps`, kept from prompt to prompt; by default made for each."""
+    pushed_output: Pushed | None = None
+    """The output's rows through `written_maps`, likewise."""
     tolerance: float = math.inf
     """How far the rebuilt pattern may be off before the prompt is refused."""
 
@@ -177,18 +184,18 @@ class _Layer:
         task, kept, weights = self.task, self.task.kept, self.task.weights
         exact = self.prepared.sigma.dtype
         K = kept.K[:, group].to(exact)
-        key = project(weights, "key", group, self.prepared, kept.rotary) if asked else None
-        value = None
-        if self.output is not None:
-            value = project(weights, "value", group, self.prepared, None)
+        key = self._side("key", group) if asked else None
+        value = None if self.output is None else self._side("value", group)
         for head in heads:
             Q = kept.Q[:, head].to(exact)
             query = ov = None
             if head in asked:
-                query = project(weights, "query", head, self.prepared, kept.rotary)
+                query = self._side("query", head)
                 if value is not None and self.output is not None:
-                    own = kept.V[:, group]
-                    ov = ov_head(weights, head, value, own, self.output, self.scale)
+                    own, table = kept.V[:, group], None
+                    if task.pushed_output is not None:
+                        table = task.pushed_output.table(("output", head), self.output.used)
+                    ov = ov_head(weights, head, value, own, self.output, self.scale, table)
             for start in range(0, self.length, step := self.blocks.rows):
                 rows = _Rows(task, Q, K, start, min(start + step, self.length))
                 if value is not None:
@@ -199,6 +206,13 @@ class _Layer:
                 if query is not None and key is not None:
                     self._attribute(head, query, key, ov, (Q, K), rows, keep)
                     self.advance(rows.stop - rows.start)
+
+    def _side(self, name: SideName, head: int) -> Side:
+        """One side of one head (of one group, for keys and values)."""
+        task, table = self.task, None
+        if task.pushed is not None:
+            table = task.pushed.table((name, head), self.prepared.used)
+        return project(task.weights, name, head, self.prepared, task.kept.rotary, table)
 
     def _attribute(
         self,

@@ -1,4 +1,4 @@
-"""Products of each edge's own vector with a list of vectors that several edges share."""
+"""Lists of vectors, or of numbers, of an edge each: products with them, and their strongest."""
 
 import torch
 from jaxtyping import Float, Int
@@ -35,3 +35,27 @@ def _some(lists: Tensor, at: Tensor) -> Tensor:
     """lists[at], without a copy where they follow each other; `at` ascends."""
     first, last = int(at[0]), int(at[-1])
     return lists[first : last + 1] if last - first + 1 == len(at) else lists[at]
+
+
+def strongest(
+    values: Float[Tensor, "edge slot"], counts: Int[Tensor, "edge"], n: int
+) -> Int[Tensor, "edge n"]:
+    """Slots of the n values of largest size, -1 where a row has fewer; ties by lower slot."""
+    width = values.shape[1]
+    outside = torch.arange(width, device=values.device) >= counts[:, None]
+    sizes = values.abs().masked_fill(outside, -1)
+    top, order = sizes.topk(min(n + 1, width), dim=-1)
+    tied = (top[:, :-1] == top[:, 1:]).any(-1).nonzero().flatten()
+    if len(tied):
+        again = sizes[tied].sort(dim=-1, descending=True, stable=True).indices
+        order[tied] = again[:, : order.shape[1]]
+    order = order[:, :n]
+    slots = order.masked_fill(outside.gather(1, order), -1)
+    return torch.nn.functional.pad(slots, (0, n - order.shape[1]), value=-1)
+
+
+def at_slots(
+    values: Float[Tensor, "edge slot"], slots: Int[Tensor, "edge n"]
+) -> Float[Tensor, "edge n"]:
+    """The values in those slots, 0 where the slot is -1."""
+    return values.gather(1, slots.clamp(min=0)).masked_fill(slots < 0, 0)

@@ -21,9 +21,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
-from headattr.attribution.lists import read_lists
+from headattr.attribution.lists import at_slots, read_lists, strongest
 from headattr.attribution.qk import lengths, relative
-from headattr.attribution.sides import Side, at_slots, strongest
+from headattr.attribution.sides import Side
 from headattr.basis.component import Reads
 from headattr.kernels.pair_topk.batched import PairTopK
 from headattr.kernels.pair_topk.dispatch import topk_pairs
@@ -118,16 +118,18 @@ def ov_head(
     own_value: Float[Tensor, "pos d_head"],
     output: OutputSide,
     scale: Float[Tensor, "pos"],
+    table: Float[Tensor, "unique d_head"] | None = None,
 ) -> OvHead:
     """Project the output features into one head, and measure what its values write; `scale`: what
-    the norm after attention multiplies a row by."""
+    the norm after attention multiplies a row by; `table`, if it is there already: the rows through
+    the head's weights."""
     triangle, prepared = weights.triangles[head].T, value.prepared
     # values are neither normed nor rotated: a feature writes its direction times its coefficient
     written = (value.table.to(triangle) @ triangle).norm(dim=-1)
     return OvHead(
         value,
         output,
-        output.pushed(weights.written[head]),
+        output.pushed(weights.written[head]) if table is None else table,
         pad(written[prepared.columns] * prepared.coefs.abs().to(written), (0, 1)),
         lengths(own_value @ triangle, torch.finfo(own_value.dtype).eps),
         (value.whole - own_value).to(own_value),

@@ -18,7 +18,8 @@ from torch import Tensor
 from headattr.attribution.ablation import ablations
 from headattr.attribution.blocks import Rank
 from headattr.attribution.contrast import Ends, RowSums, sizes
-from headattr.attribution.sides import Projected, Side, at_slots, strongest
+from headattr.attribution.lists import at_slots, strongest
+from headattr.attribution.sides import Projected, Side
 from headattr.kernels.pair_topk.batched import PairTopK
 from headattr.kernels.pair_topk.dispatch import topk_pairs
 from headattr.kernels.row_means.dispatch import differences, pair_contrasts

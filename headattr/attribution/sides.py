@@ -13,64 +13,18 @@ The features of a position, `Projected`, are made where they are asked for.
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from headattr.basis.component import Components
+from headattr.attribution.prepared import Prepared
+from headattr.kernels.feature_rows.dispatch import feature_rows
 from headattr.kernels.row_means.batched import Keys
 from headattr.model.head import HeadWeights, Norm, Rotary
 from headattr.model.head import Side as SideName
 
 _CHUNK = 1 << 17  # numbers of a temporary over active entries and d_model: a megabyte
-
-
-class Entries(NamedTuple):
-    """Active entries of a prompt in the order of their features, then positions."""
-
-    order: Int[Tensor, "active"]
-    """Indexes into the prompt's own order."""
-    place: Int[Tensor, "active"]
-    """column * length + position, ascending."""
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """What all heads of a layer share for one prompt."""
-
-    components: Components
-    directions: Float[Tensor, "features d_model"]
-    """Of the whole dictionary."""
-    used: Int[Tensor, "unique"]
-    """The features that are active somewhere, ascending: the columns of a prompt's tables."""
-    columns: Int[Tensor, "active"]
-    """Of every active entry."""
-    sigma: Float[Tensor, "pos"]
-    """float64, as all that follows."""
-    coefs: Float[Tensor, "active"]
-    """coef / sigma of the entry's position."""
-    regrow: Float[Tensor, "active"]
-    """sigma_i / sigma_i without that feature: what the rest grows by when it is removed."""
-    dtype: torch.dtype
-    """Of the pairs."""
-
-    @cached_property
-    def by_feature(self) -> Entries:
-        """The active entries by column, then position."""
-        active = self.components.active
-        order = self.columns.argsort(stable=True)
-        place = self.columns[order] * len(active.counts) + active.positions[order]
-        return Entries(order, place)
-
-    def pushed(
-        self, W: Float[Tensor, "d_model d_head"], chunk: int = _CHUNK
-    ) -> Float[Tensor, "unique d_head"]:
-        """The directions that are active somewhere, through one head's weights."""
-        step = max(1, chunk // W.shape[0])
-        parts = [self.directions[ids].to(W) @ W for ids in self.used.split(step)]
-        return torch.cat(parts) if parts else W.new_zeros(0, W.shape[1])
 
 
 @dataclass(frozen=True)
@@ -168,11 +122,7 @@ class Side:
             columns, regrow = (
                 part[index].where(inside, 0) for part in (prepared.columns, prepared.regrow)
             )
-            if "entries" in self.__dict__:
-                exact = self.entries.vectors[index]
-            else:
-                exact = self._seen(self._plain(index), positions)
-            exact = exact if inside.all() else exact.where(inside[..., None], 0)
+            exact = self._exact(index, inside, positions)
         constant = self.plain_constant.to(exact).expand(len(positions), -1)
         return Projected(
             exact,
@@ -183,6 +133,28 @@ class Side:
             regrow,
             self._head_regrow(index, inside, positions),
             prepared.dtype,
+        )
+
+    def _exact(
+        self,
+        index: Int[Tensor, "n slot"],
+        inside: Bool[Tensor, "n slot"],
+        positions: Int[Tensor, "n"],
+    ) -> Float[Tensor, "n slot d_head"]:
+        """The features of some positions by slot, 0 where there is none."""
+        prepared, rotary = self.prepared, self.rotary
+        if "entries" in self.__dict__ or self.norm is not None:
+            found = self.entries.vectors[index]
+            return found if inside.all() else found.where(inside[..., None], 0)
+        entries, counts = index[inside], inside.sum(1)
+        turned = {} if rotary is None else rotary.at(positions)._asdict()
+        return feature_rows(
+            self.table,
+            prepared.columns[entries],
+            prepared.coefs[entries],
+            torch.cat([counts.new_zeros(1), counts.cumsum(0)]),
+            index.shape[1],
+            **turned,
         )
 
     def _plain(self, entries: Int[Tensor, "*n"]) -> Float[Tensor, "*n d_head"]:
@@ -219,52 +191,6 @@ class Side:
         return rotary.rotate(plain)
 
 
-def prepare(
-    weights: HeadWeights,
-    components: Components,
-    directions: Float[Tensor, "features d_model"],
-    resid_pre: Float[Tensor, "pos d_model"],
-) -> Prepared:
-    """What all heads of a layer share for one prompt."""
-    exact = components.sparse_sum.dtype
-    used, columns = components.active.ids.unique(return_inverse=True)
-    sigma = weights.norm.sigma(resid_pre.to(exact))
-    coefs = components.coefs.to(exact) / sigma[components.active.positions]
-    regrow = _regrow(weights.norm, components, directions, resid_pre.to(exact))
-    return Prepared(components, directions, used, columns, sigma, coefs, regrow, resid_pre.dtype)
-
-
-def _regrow(
-    norm: Norm,
-    components: Components,
-    directions: Float[Tensor, "features d_model"],
-    x: Float[Tensor, "pos d_model"],
-) -> Float[Tensor, "active"]:
-    """sigma / sigma' of every active entry: x less the feature, through the norm's own sigma."""
-    active = components.active
-    coefs = components.coefs.to(x)
-    if not len(coefs):
-        return coefs
-    step = max(1, _CHUNK // x.shape[1])
-    rests = (
-        x[pos] - coef[:, None] * directions[ids].to(x)
-        for pos, coef, ids in zip(
-            active.positions.split(step), coefs.split(step), active.ids.split(step), strict=True
-        )
-    )
-    return norm.sigma(x)[active.positions] * torch.cat([_inverse_sigma(norm, r) for r in rests])
-
-
-def _inverse_sigma(norm: Norm, rest: Float[Tensor, "entry d_model"]) -> Float[Tensor, "entry"]:
-    """1 / sigma; where a feature is all there is, nothing is left, not its rounding times a large
-    ratio: 0."""
-    sigma = norm.sigma(rest)
-    empty = (sigma <= 2 * norm.eps**0.5).nonzero().flatten()
-    inverse = 1 / sigma
-    inverse[empty[~norm.linear(rest[empty]).any(-1)]] = 0
-    return inverse
-
-
 def project(
     weights: HeadWeights,
     side: SideName,
@@ -295,27 +221,3 @@ def _without(
     """(sigma / sigma') (q_lin - q_f) + q_const for each feature f."""
     linear = (whole - constant)[:, None] - features
     return regrow[..., None] * linear + constant[:, None]
-
-
-def strongest(
-    values: Float[Tensor, "edge slot"], counts: Int[Tensor, "edge"], n: int
-) -> Int[Tensor, "edge n"]:
-    """Slots of the n values of largest size, -1 where a row has fewer; ties by lower slot."""
-    width = values.shape[1]
-    outside = torch.arange(width, device=values.device) >= counts[:, None]
-    sizes = values.abs().masked_fill(outside, -1)
-    top, order = sizes.topk(min(n + 1, width), dim=-1)
-    tied = (top[:, :-1] == top[:, 1:]).any(-1).nonzero().flatten()
-    if len(tied):
-        again = sizes[tied].sort(dim=-1, descending=True, stable=True).indices
-        order[tied] = again[:, : order.shape[1]]
-    order = order[:, :n]
-    slots = order.masked_fill(outside.gather(1, order), -1)
-    return torch.nn.functional.pad(slots, (0, n - order.shape[1]), value=-1)
-
-
-def at_slots(
-    values: Float[Tensor, "edge slot"], slots: Int[Tensor, "edge n"]
-) -> Float[Tensor, "edge n"]:
-    """The values in those slots, 0 where the slot is -1."""
-    return values.gather(1, slots.clamp(min=0)).masked_fill(slots < 0, 0)

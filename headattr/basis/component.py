@@ -127,6 +127,10 @@ class Basis(Protocol):
         """What the features read of the stream, as outputs."""
         ...
 
+    def read_rows(self, read: str) -> Float[Tensor, "features d_model"]:
+        """The rows of `reads`, without their scale."""
+        ...
+
     def check_read(self, read: str) -> None:
         """Raises DictionaryError if its features cannot be read this way."""
         ...

@@ -61,6 +61,10 @@ class PlainBasis:
         self.check_read(read)
         return Reads(active, self.directions, active.acts, None, read)
 
+    def read_rows(self, read: str) -> Float[Tensor, "features d_model"]:
+        """The directions."""
+        return self.directions
+
     def check_read(self, read: str) -> None:
         """Raises DictionaryError for encoder reads: there is no encoder."""
         if read != "decoder":

@@ -7,6 +7,7 @@ factor (expected_average_only_in), the norm of x_i (constant_norm_rescale), its 
 
 import copy
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,7 +41,6 @@ class _Frame(NamedTuple):
     scale: Float[Tensor, "pos"]
     read_scale: Float[Tensor, "pos"]
     mean: Float[Tensor, "pos"]
-    centred: bool
 
 
 @dataclass(frozen=True)
@@ -77,11 +77,20 @@ class SaeBasis:
         frame = self._frame(prompt.resid[self.layer])
         if read == "decoder":
             scale = active.acts * frame.scale[active.positions]
-            return Reads(active, self.directions, scale, None, read)
+            return Reads(active, self.read_rows(read), scale, None, read)
+        scale = frame.read_scale
+        return Reads(active, self.read_rows(read), scale[active.positions], scale, read)
+
+    def read_rows(self, read: str) -> Float[Tensor, "features d_model"]:
+        """Encoder rows, centred where the dictionary sees a centred stream, or directions."""
+        return self.directions if read == "decoder" else self._read_rows
+
+    @cached_property
+    def _read_rows(self) -> Float[Tensor, "features d_model"]:
         rows = self._encoder_rows()
-        if frame.centred:
+        if self.config.centred or self.config.fields["normalize_activations"] == "layer_norm":
             rows = rows - rows.mean(-1, keepdim=True)
-        return Reads(active, rows, frame.read_scale[active.positions], frame.read_scale, read)
+        return rows.contiguous()
 
     def check_read(self, read: str) -> None:
         """Raises DictionaryError where there is no linear encoder to read with."""
@@ -103,13 +112,13 @@ class SaeBasis:
         mean, ones = x.mean(-1), torch.ones_like(x[:, 0])
         if kind == "layer_norm":
             std = (x - mean[:, None]).std(-1)
-            return _Frame(std, 1 / (std + _LAYER_NORM_EPS), mean, True)
+            return _Frame(std, 1 / (std + _LAYER_NORM_EPS), mean)
         centred = self.config.centred
         mean = mean if centred else torch.zeros_like(mean)
         if kind == "constant_norm_rescale":
             scale = (x - mean[:, None]).norm(dim=-1) / x.shape[-1] ** 0.5
-            return _Frame(scale, 1 / scale, mean, centred)
-        return _Frame(ones / factor, ones * factor, mean, centred)
+            return _Frame(scale, 1 / scale, mean)
+        return _Frame(ones / factor, ones * factor, mean)
 
     def _b_dec(self) -> Float[Tensor, "d_model"]:
         b_dec = self.sae.b_dec.detach()

@@ -50,6 +50,10 @@ class UnembedOutput:
     def check_read(self, read: str) -> None:
         """Whatever is asked for: the unembedding has one read, its rows."""
 
+    def read_rows(self, read: str) -> Float[Tensor, "vocab d_model"]:
+        """Token rows, whatever `read` says."""
+        return self.rows
+
     def reads(self, prompt: PromptCapture, active: ActiveFeatures, read: str) -> Reads:
         """Token rows over the frozen final scale; the same whatever `read` says."""
         sigma = self.unembedding.norm.sigma(prompt.resid[self.layer])
@@ -75,12 +79,22 @@ def unembed_output(model: LoadedModel) -> UnembedOutput:
     return UnembedOutput(len(model.layers), unembedding, about)
 
 
+def _largest(logits: Float[Tensor, "pos vocab"], count: int) -> Int[Tensor, "pos count"]:
+    """The tokens of the largest logits, the lower ids of equal ones on every device."""
+    count = min(count, logits.shape[1])
+    top, ids = logits.topk(min(count + 1, logits.shape[1]), -1)
+    tied = (top[:, count - 1] == top[:, -1]).nonzero().flatten() if count < top.shape[1] else []
+    ids = ids[:, :count].contiguous()
+    if len(tied):
+        ids[tied] = logits[tied].sort(dim=-1, descending=True, stable=True).indices[:, :count]
+    return ids
+
+
 def _predicted(
     logits: Float[Tensor, "pos vocab"], following: Int[Tensor, "some"]
 ) -> ActiveFeatures:
     """Of some positions; `following`: the tokens behind each, one fewer where the prompt ends."""
-    count = min(N_PREDICTED, logits.shape[1])
-    ids = [row.unique() for row in logits.topk(count, -1).indices]
+    ids = [row.sort().values for row in _largest(logits, N_PREDICTED)]
     for i, token in enumerate(following):
         ids[i] = torch.cat([ids[i], token[None]]).unique()
     counts = torch.tensor([len(row) for row in ids], device=logits.device)

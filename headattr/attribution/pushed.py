@@ -1,0 +1,53 @@
+"""A dictionary through the weights of a layer's heads: each row once, for all prompts of a run."""
+
+from collections.abc import Hashable, Mapping
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from headattr.model.head import HeadWeights
+
+_CHUNK = 1 << 19  # numbers of a temporary over rows and d_model
+
+
+class Pushed:
+    """Rows of a dictionary times the matrices of a layer, made for all of them when a row is first
+    asked for."""
+
+    def __init__(
+        self,
+        rows: Float[Tensor, "features d_model"],
+        maps: Mapping[Hashable, Float[Tensor, "d_model d_head"]],
+    ) -> None:
+        """`maps`: the matrices by name; results have their type."""
+        self.rows, self.maps = rows, dict(maps)
+        self._known = torch.zeros(len(rows), dtype=torch.bool, device=rows.device)
+        self._tables = {name: W.new_empty(len(rows), W.shape[1]) for name, W in self.maps.items()}
+
+    def table(self, name: Hashable, ids: Int[Tensor, "n"]) -> Float[Tensor, "n d_head"]:
+        """Some rows through one matrix."""
+        missing = ids[~self._known[ids]]
+        for some in missing.split(max(1, _CHUNK // self.rows.shape[1])):
+            rows = self.rows[some]
+            for key, W in self.maps.items():
+                self._tables[key][some] = rows.to(W) @ W
+        self._known[missing] = True
+        return self._tables[name][ids]
+
+
+def read_maps(
+    weights: HeadWeights, heads: tuple[int, ...], *, values: bool
+) -> dict[Hashable, Tensor]:
+    """What turns directions into queries and keys of some heads, and `values` of every group."""
+    groups = sorted({weights.kv_head(head) for head in heads})
+    maps: dict[Hashable, Tensor] = {("query", h): weights.folded["query"][h] for h in heads}
+    maps |= {("key", g): weights.folded["key"][g] for g in groups}
+    if values:
+        maps |= {("value", g): weights.folded["value"][g] for g in range(len(weights.W_V))}
+    return maps
+
+
+def written_maps(weights: HeadWeights, heads: tuple[int, ...]) -> dict[Hashable, Tensor]:
+    """What turns output features into what they read of some heads' values."""
+    return {("output", head): weights.written[head].T for head in heads}
