@@ -44,7 +44,7 @@ proven: $(INSTALLED)
 	$(BIN)/python -m pytest tests/test_identities.py --write-proven -n 0
 
 bench: $(INSTALLED)
-	$(BIN)/python benchmarks/bench_qk.py
+	$(BIN)/python benchmarks/run.py
 
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
