@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from sizes import Size, Spread
 
-from headattr.attribution.layer import LayerTask
+from headattr.attribution.task import LayerTask
 from headattr.basis.component import ActiveFeatures, Components, Reads, decompose
 from headattr.edges import same_edges
 from headattr.model.capture import LayerCapture

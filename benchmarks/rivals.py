@@ -8,7 +8,10 @@ from clock import Work
 from ops import OPS, again, calls_of
 from torch import Tensor
 
-from headattr.attribution.layer import LayerTask, output_side, prepare, project
+from headattr.attribution.ov import output_side
+from headattr.attribution.prepared import prepare
+from headattr.attribution.sides import project
+from headattr.attribution.task import LayerTask
 from headattr.kernels.row_means import batched
 
 KEYS = 32

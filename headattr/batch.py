@@ -8,8 +8,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from headattr.attribution.layer import LayerTask, stream_layer, swallow_attention
+from headattr.attribution.layer import stream_layer
 from headattr.attribution.pushed import Pushed, read_maps, written_maps
+from headattr.attribution.task import LayerTask, swallow_attention
 from headattr.basis.component import ActiveFeatures
 from headattr.budget import Budget, free_memory, parse_bytes
 from headattr.edges import HeadId, parse_edge_rule, select_edges, token_filter
@@ -19,7 +20,8 @@ from headattr.model.head import HeadWeights
 from headattr.model.proof import TOLERANCE
 from headattr.model.tokens import Prompt
 from headattr.plan import GUESSED_SLOTS, Run, shape_of
-from headattr.store.writer import ActiveLists, LayerPlan, PromptRecord, ShardWriter
+from headattr.store.sources import ActiveLists
+from headattr.store.writer import LayerPlan, PromptRecord, ShardWriter
 from headattr.tables import EdgePart, non_finite
 
 Advance = Callable[[int], Any]

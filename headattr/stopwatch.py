@@ -8,7 +8,8 @@ import numpy as np
 import torch
 
 from headattr.attribution.blocks import Rank
-from headattr.attribution.layer import LayerTask, attribute_layer
+from headattr.attribution.layer import attribute_layer
+from headattr.attribution.task import LayerTask
 from headattr.basis.component import ActiveFeatures, Components, Reads, decompose
 from headattr.edges import same_edges
 from headattr.model.capture import LayerCapture

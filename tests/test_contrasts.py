@@ -17,7 +17,7 @@ from headattr import query
 from headattr.attribution import prepared as shared
 from headattr.attribution import sides
 from headattr.attribution.contrast import Ends, rows_of
-from headattr.attribution.layer import LayerTask, attribute_layer
+from headattr.attribution.layer import attribute_layer
 from headattr.attribution.prepared import prepare
 from headattr.attribution.qk import (
     QkBlock,
@@ -29,6 +29,7 @@ from headattr.attribution.qk import (
 )
 from headattr.attribution.reference import edge_tables
 from headattr.attribution.sides import Projected, Side, project
+from headattr.attribution.task import LayerTask
 from headattr.basis.plain import plain_basis
 from headattr.basis.sae import from_object
 from headattr.basis.tokens import token_basis

@@ -13,13 +13,14 @@ import pytest
 import tiny
 import torch
 
-from headattr.attribution.layer import LayerTask, attribute_layer
+from headattr.attribution.layer import attribute_layer
 from headattr.attribution.reference import (
     EdgeTables,
     ablated_score,
     edge_tables,
     output_reads,
 )
+from headattr.attribution.task import LayerTask
 from headattr.basis.sae import from_object
 from headattr.basis.tokens import token_basis
 from headattr.basis.unembed import unembed_output

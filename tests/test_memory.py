@@ -20,7 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import headattr
-from headattr.attribution.layer import LayerTask, attribute_layer, stream_layer
+from headattr.attribution.layer import attribute_layer, stream_layer
+from headattr.attribution.task import LayerTask
 from headattr.basis.plain import PlainDictionary, plain_basis
 from headattr.basis.sae import from_object
 from headattr.basis.unembed import unembed_output
@@ -31,7 +32,8 @@ from headattr.errors import UsageError
 from headattr.model.capture import PromptCapture, capture, pad
 from headattr.model.load import load_model
 from headattr.store import check
-from headattr.store.check import Spread, check_store
+from headattr.store.check import check_store
+from headattr.store.spread import Spread
 from headattr.tables import LayerTable
 
 BUDGET = 256 << 10

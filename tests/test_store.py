@@ -50,7 +50,8 @@ from headattr.store.format import (
 )
 from headattr.store.manifest import begin, build_manifest
 from headattr.store.reader import Store, open_store
-from headattr.store.writer import ActiveLists, LayerPlan, PromptRecord, new_shard
+from headattr.store.sources import ActiveLists
+from headattr.store.writer import LayerPlan, PromptRecord, new_shard
 from headattr.tables import EdgePart, LayerFacts
 
 LENGTHS = (9, 14, 1, 40, 5, 22, 3, 17, 30, 2)

@@ -5,23 +5,19 @@ of one head at a time: scores, pattern, what a row's keys share, and the results
 on as they come.
 """
 
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int
-from numpy.typing import NDArray
 from torch import Tensor
 
-from headattr.attribution.blocks import Blocks, Rank, Sizes, blocks_of
+from headattr.attribution.blocks import Blocks, Sizes, blocks_of
+from headattr.attribution.columns import as_numpy, columns_of
 from headattr.attribution.contrast import Ends, rows_of
 from headattr.attribution.ov import OvHead, block_completeness, output_side, ov_edges, ov_head
 from headattr.attribution.prepared import Prepared, prepare
-from headattr.attribution.pushed import Pushed
 from headattr.attribution.qk import (
     QkBlock,
     contrast_pairs,
@@ -32,70 +28,22 @@ from headattr.attribution.qk import (
     value_pairs,
 )
 from headattr.attribution.sides import Side, project
-from headattr.basis.component import Components, Reads
+from headattr.attribution.task import Keep, LayerTask, swallow_attention
 from headattr.errors import PromptError
 from headattr.kernels.pair_topk import batched
 from headattr.kernels.pair_topk.batched import PairTopK
 from headattr.kernels.pair_topk.dispatch import path_of
-from headattr.model.capture import LayerCapture
-from headattr.model.head import HeadWeights
 from headattr.model.head import Side as SideName
 from headattr.model.proof import layer_errors
 from headattr.tables import (
-    TOP_MARGINALS,
     EdgePart,
     LayerFacts,
     LayerTable,
     table_of,
 )
 
-SINK_RATIO = 10.0
-"""A position whose residual norm is over this many medians swallows attention."""
-
 _WORTH_THREADS = 1 << 29
 """Multiplications of one projection from which more than one thread pays."""
-
-Selector = Callable[[int, range, NDArray[np.floating]], tuple[NDArray[np.int64], NDArray[np.int64]]]
-"""(head, query positions, their pattern [q_pos, k_pos], keys from 0 to the last query) -> query and
-key positions of the kept edges of these queries, in order."""
-
-Keep = Callable[[EdgePart], None]
-"""What is done with finished edges, in order."""
-
-
-@dataclass(frozen=True)
-class LayerTask:
-    """What to attribute in one layer of one prompt."""
-
-    weights: HeadWeights
-    kept: LayerCapture
-    components: Components
-    directions: Float[Tensor, "features d_model"]
-    output: Reads | None
-    every_output: bool
-    heads: tuple[int, ...]
-    """Ascending."""
-    select: Selector
-    topk: int
-    rank: Rank = "value"
-    """What pairs and kept features are the strongest by."""
-    top_marginals: int = TOP_MARGINALS
-    memory: int = 1 << 28
-    """Bytes for the temporaries of a block; bounds the memory, never the result."""
-    pushed: Pushed | None = None
-    """`directions` through `read_maps`, kept from prompt to prompt; by default made for each."""
-    pushed_output: Pushed | None = None
-    """The output's rows through `written_maps`, likewise."""
-    tolerance: float = math.inf
-    """How far the rebuilt pattern may be off before the prompt is refused."""
-
-
-def swallow_attention(resid_pre: Float[Tensor, "pos d_model"]) -> NDArray[np.bool_]:
-    """The first position, and any whose residual norm is over 10 times the prompt's median."""
-    norms = resid_pre.norm(dim=-1)
-    flagged = norms > SINK_RATIO * norms.median()
-    flagged[0] = True
-    return flagged.cpu().numpy()
 
 
 def attribute_layer(task: LayerTask) -> LayerTable:
@@ -266,14 +214,14 @@ class _Layer:
                 sizes = {"topk": task.topk, "top_marginals": task.top_marginals}
                 moved.append(ov_edges(ov, weight, q_pos, k_pos, **sizes))
         back = order.argsort()
-        columns = _columns(qk, back)
+        columns = columns_of(qk, back)
         columns |= self._pairs(block, Ends(q, k, q - block.rows.start, k), pairs, back)
         self.n_nonfinite += int(columns.pop("n_nonfinite").sum())
-        columns |= {"q_pos": _numpy(q), "k_pos": _numpy(k), "pattern": _numpy(pattern)}
+        columns |= {"q_pos": as_numpy(q), "k_pos": as_numpy(k), "pattern": as_numpy(pattern)}
         if not moved:
             return EdgePart(head, columns, None)
-        written = _columns([edges._replace(pairs=None) for edges in moved], back)
-        written |= _columns([edges.pairs for edges in moved], back, "v_slots", "o_slots")
+        written = columns_of([edges._replace(pairs=None) for edges in moved], back)
+        written |= columns_of([edges.pairs for edges in moved], back, "v_slots", "o_slots")
         del written["n_nonfinite"]
         return EdgePart(head, columns, written)
 
@@ -283,8 +231,8 @@ class _Layer:
         """Pairs and their contrasts, edges in their own order: by query."""
         if found:
             whole = PairTopK(*(torch.cat(parts)[back] for parts in zip(*found, strict=True)))
-            return _columns([whole], None, "q_slots", "k_slots") | {
-                "pair_contrasts": _numpy(contrasts_of(block, ends, whole.left, whole.right))
+            return columns_of([whole], None, "q_slots", "k_slots") | {
+                "pair_contrasts": as_numpy(contrasts_of(block, ends, whole.left, whole.right))
             }
         step = self.blocks.edges
         parts = [
@@ -293,7 +241,7 @@ class _Layer:
         ]
         contrasts = torch.cat([contrasts for _, contrasts in parts])
         names = [pairs for pairs, _ in parts], None, "q_slots", "k_slots"
-        return _columns(*names) | {"pair_contrasts": _numpy(contrasts)}
+        return columns_of(*names) | {"pair_contrasts": as_numpy(contrasts)}
 
     def _blocks(self) -> Blocks:
         """How much is at work at once."""
@@ -327,7 +275,7 @@ class _Layer:
             constant = weights.block_constant(self.scale).to(exact)
             rebuilt = self.rebuilt * self.scale[:, None].to(exact) + constant
             block = task.kept.block
-            whole = _numpy(block_completeness(rebuilt.to(block), block, self.output))
+            whole = as_numpy(block_completeness(rebuilt.to(block), block, self.output))
         return LayerFacts(
             layer=weights.layer,
             heads=np.array(task.heads, np.int32),
@@ -339,24 +287,3 @@ class _Layer:
             pattern_error=self.error,
             block_completeness=whole,
         )
-
-
-def _columns(
-    chunks: Sequence[Any],
-    back: Int[Tensor, "edge"] | None,
-    left: str = "left",
-    right: str = "right",
-) -> dict[str, Any]:
-    """Fields of the chunks as numpy, edge `back[e]` becoming edge e; `left` and `right` are what
-    the slots of pairs are called."""
-    names = {"left": left, "right": right}
-    found = {}
-    for name, first in chunks[0]._asdict().items():
-        if first is not None:
-            whole = torch.cat([getattr(chunk, name) for chunk in chunks])
-            found[names.get(name, name)] = _numpy(whole if back is None else whole[back])
-    return found
-
-
-def _numpy(tensor: Tensor) -> NDArray[Any]:
-    return tensor.cpu().numpy()

@@ -31,17 +31,8 @@ from headattr.store.format import (
     write_json,
 )
 from headattr.store.growing import Growing
+from headattr.store.sources import ActiveLists, SourceWriter
 from headattr.tables import EdgePart, LayerFacts
-
-
-class ActiveLists(NamedTuple):
-    """Which features of a source are active at each position of a prompt."""
-
-    ptr: NDArray[np.int64]
-    features: NDArray[np.int64]
-    acts: NDArray[np.floating]
-    counted: NDArray[np.bool_]
-    """[pos] positions that count for densities: those that do not swallow attention."""
 
 
 class PromptRecord(NamedTuple):
@@ -122,7 +113,7 @@ class ShardWriter:
         self.file, self.prompts = file, list[PromptRecord]()
         self.set_aside: list[dict[str, Any]] = []
         """Prompts that failed, for the sidecar."""
-        self.sources: dict[int, _Source] = {}
+        self.sources: dict[int, SourceWriter] = {}
         self.layers = {plan.layer: _Layer(file, plan, keys) for plan in plans}
 
     def add_prompt(self, prompt: PromptRecord) -> None:
@@ -130,7 +121,7 @@ class ShardWriter:
         self.prompts.append(prompt._replace(sources={}))
         for index, active in prompt.sources.items():
             if index not in self.sources:
-                self.sources[index] = _Source(self.file.create_group(f"source/{index}"))
+                self.sources[index] = SourceWriter(self.file.create_group(f"source/{index}"))
             self.sources[index].add(active)
         self._fit_slots()
 
@@ -180,61 +171,6 @@ def _write_prompts(file: h5py.File, prompts: Sequence[PromptRecord]) -> None:
     group.create_dataset("text", data=[prompt.text or "" for prompt in prompts], dtype=text)
     group.create_dataset("extra", data=[json.dumps(prompt.extra) for prompt in prompts], dtype=text)
     group["truncated"] = np.array([prompt.truncated for prompt in prompts], bool)
-
-
-class _Counts(NamedTuple):
-    """Densities of some prompts."""
-
-    present: NDArray[np.int64]
-    times: NDArray[np.int64]
-    positions: int
-
-
-class _Source:
-    """The active lists of one source."""
-
-    def __init__(self, group: h5py.Group) -> None:
-        self.group = group
-        self.features = Growing(group, "feature", SCALAR_CHUNK)
-        self.acts = Growing(group, "act", SCALAR_CHUNK)
-        self.lengths: list[NDArray[np.int64]] = []
-        self.counts = [_Counts(np.empty(0, np.int64), np.empty(0, np.int64), 0)]
-        """Of the first prompts: none, one, two, ..."""
-
-    @property
-    def longest(self) -> int:
-        """Features of a position, at most."""
-        return max(int(lengths.max(initial=0)) for lengths in self.lengths)
-
-    def add(self, active: ActiveLists) -> None:
-        """The lists of the next prompt."""
-        lengths, before = np.diff(active.ptr), self.counts[-1]
-        self.lengths.append(lengths)
-        self.features.append(active.features.astype(np.uint32))
-        self.acts.append(active.acts.astype(np.float32))
-        here = active.features[np.repeat(active.counted, lengths)]
-        present, inverse = np.unique(np.concatenate([before.present, here]), return_inverse=True)
-        weights = np.concatenate([before.times, np.ones(len(here), np.int64)])
-        times = np.bincount(inverse, weights, len(present)).astype(np.int64)
-        positions = before.positions + int(active.counted.sum())
-        self.counts.append(_Counts(present, times, positions))
-
-    def cut(self, prompts: int) -> None:
-        """Forget all but the first prompts."""
-        del self.lengths[prompts:], self.counts[prompts + 1 :]
-        entries = int(sum(lengths.sum() for lengths in self.lengths))
-        self.features.cut(entries)
-        self.acts.cut(entries)
-
-    def finish(self) -> None:
-        """Write what is held."""
-        self.group["ptr"] = np.cumsum(np.concatenate([[0], *self.lengths]), dtype=np.int64)
-        self.features.finish()
-        self.acts.finish()
-        found = self.counts[-1]
-        self.group["present"] = found.present.astype(np.uint32)
-        self.group["present_count"] = found.times
-        self.group.attrs["positions_counted"] = found.positions
 
 
 @dataclass

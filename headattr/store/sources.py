@@ -1,0 +1,76 @@
+"""Active lists of a source, prompt by prompt, as they are written."""
+
+from typing import NamedTuple
+
+import h5py
+import numpy as np
+from numpy.typing import NDArray
+
+from headattr.store.format import SCALAR_CHUNK
+from headattr.store.growing import Growing
+
+
+class ActiveLists(NamedTuple):
+    """Which features of a source are active at each position of a prompt."""
+
+    ptr: NDArray[np.int64]
+    features: NDArray[np.int64]
+    acts: NDArray[np.floating]
+    counted: NDArray[np.bool_]
+    """[pos] positions that count for densities: those that do not swallow attention."""
+
+
+class _Counts(NamedTuple):
+    """Densities of some prompts."""
+
+    present: NDArray[np.int64]
+    times: NDArray[np.int64]
+    positions: int
+
+
+class SourceWriter:
+    """The active lists of one source."""
+
+    def __init__(self, group: h5py.Group) -> None:
+        """An empty source."""
+        self.group = group
+        self.features = Growing(group, "feature", SCALAR_CHUNK)
+        self.acts = Growing(group, "act", SCALAR_CHUNK)
+        self.lengths: list[NDArray[np.int64]] = []
+        self.counts = [_Counts(np.empty(0, np.int64), np.empty(0, np.int64), 0)]
+        """Of the first prompts: none, one, two, ..."""
+
+    @property
+    def longest(self) -> int:
+        """Features of a position, at most."""
+        return max(int(lengths.max(initial=0)) for lengths in self.lengths)
+
+    def add(self, active: ActiveLists) -> None:
+        """The lists of the next prompt."""
+        lengths, before = np.diff(active.ptr), self.counts[-1]
+        self.lengths.append(lengths)
+        self.features.append(active.features.astype(np.uint32))
+        self.acts.append(active.acts.astype(np.float32))
+        here = active.features[np.repeat(active.counted, lengths)]
+        present, inverse = np.unique(np.concatenate([before.present, here]), return_inverse=True)
+        weights = np.concatenate([before.times, np.ones(len(here), np.int64)])
+        times = np.bincount(inverse, weights, len(present)).astype(np.int64)
+        positions = before.positions + int(active.counted.sum())
+        self.counts.append(_Counts(present, times, positions))
+
+    def cut(self, prompts: int) -> None:
+        """Forget all but the first prompts."""
+        del self.lengths[prompts:], self.counts[prompts + 1 :]
+        entries = int(sum(lengths.sum() for lengths in self.lengths))
+        self.features.cut(entries)
+        self.acts.cut(entries)
+
+    def finish(self) -> None:
+        """Write what is held."""
+        self.group["ptr"] = np.cumsum(np.concatenate([[0], *self.lengths]), dtype=np.int64)
+        self.features.finish()
+        self.acts.finish()
+        found = self.counts[-1]
+        self.group["present"] = found.present.astype(np.uint32)
+        self.group["present_count"] = found.times
+        self.group.attrs["positions_counted"] = found.positions
