@@ -7,11 +7,11 @@ captured in one pass, the queries and edges attributed at once.
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from headattr.errors import PromptError, UsageError
+from headattr.errors import UsageError
 
 _UNITS = {"": 1, "B": 1} | {
     f"{prefix}{ending}": base**power
@@ -159,13 +159,17 @@ class Budget(NamedTuple):
         done = length * shape.captured(1, min(2, shape.sites)) + shape.attributed(length)
         return max(running, done)
 
-    def check(self, length: int) -> None:
-        """Raises PromptError for a prompt that the budget cannot hold."""
-        needed = 1.2 * self.needed(length)
+    def check(self, lengths: Mapping[int, int]) -> None:
+        """Raises UsageError for prompts that the budget cannot hold; `lengths`: tokens by id."""
+        if not lengths:
+            return
+        prompt = max(lengths, key=lambda prompt: lengths[prompt])
+        needed = int(1.2 * self.needed(lengths[prompt]))
         if needed > max(self.total, SMALLEST):
-            raise PromptError(
-                f"{length:,} tokens need about {show_bytes(needed)} beside the model; the budget "
-                f"is {show_bytes(float(self.total))}: raise --memory, or cut the prompt"
+            raise UsageError(
+                f"prompt {prompt} of {lengths[prompt]:,} tokens needs about {show_bytes(needed)} "
+                f"beside the model, and --memory is {show_bytes(self.total)} (by default half of "
+                "what is free): raise it, or shorten the prompt"
             )
 
 

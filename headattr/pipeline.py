@@ -15,8 +15,9 @@ from headattr.errors import PromptError
 from headattr.inputs import inputs_from_memory
 from headattr.model.tokens import Prompt
 from headattr.plan import Run, label_lines, make_run
+from headattr.store.format import SHARDS
 from headattr.store.manifest import begin
-from headattr.store.published import read_sidecar
+from headattr.store.published import finished_shards
 from headattr.store.reader import Store
 from headattr.store.writer import ShardWriter, new_shard
 from headattr.texts import SetAside
@@ -47,20 +48,28 @@ def attribute(
 
 
 def execute(run: Run) -> Store:
-    """Steps 2 and 3. Finished shards are kept whatever happens; the same call resumes."""
+    """Steps 2 and 3. Finished shards are kept whatever happens; the same call resumes.
+
+    Raises UsageError, before anything is written, for prompts that the budget cannot hold.
+    """
     folder = Path(run.config.out)
     labels = {i: label_lines(source, run.model) for i, source in enumerate(run.source_list)}
-    begin(folder, run.manifest, labels)
     by_id = {prompt.id: prompt for prompt in run.prompts}
+    shards = [
+        (entry["index"], [by_id[prompt] for prompt in entry["prompts"]])
+        for entry in run.manifest["shards"]
+    ]
+    done = set(finished_shards(folder, run.manifest))
     layers = Layers(run, budget_of(run))
+    left = [prompt for index, prompts in shards if index not in done for prompt in prompts]
+    layers.budget.check({prompt.id: len(prompt.tokens) for prompt in left})
+    begin(folder, run.manifest, labels)
     with _progress(run) as advance:
-        for entry in run.manifest["shards"]:
-            prompts = [by_id[prompt] for prompt in entry["prompts"]]
-            path = folder / "shards" / f"{entry['index']:05d}.h5"
-            if read_sidecar(path, run.manifest["hash"])[0] is None:
+        for index, prompts in shards:
+            if index not in done:
                 with new_shard(
-                    path.parent,
-                    entry["index"],
+                    folder / SHARDS,
+                    index,
                     run.plans,
                     manifest_hash=run.manifest["hash"],
                     longest=max((len(prompt.tokens) for prompt in prompts), default=0),
@@ -81,16 +90,9 @@ def attribute_prompts(
         shard.set_aside.append(SetAside(prompt.id, str(error)).as_dict())
         advance(rows_of_prompt(run, prompt))
 
-    fitting: list[Prompt] = []
-    for prompt in prompts:
-        try:
-            budget.check(len(prompt.tokens))
-            fitting.append(prompt)
-        except PromptError as error:
-            set_aside(prompt, error)
-    lengths = [len(prompt.tokens) for prompt in fitting]
+    lengths = [len(prompt.tokens) for prompt in prompts]
     for batch in budget.batches(lengths, run.config.batch_size):
-        left = [fitting[i] for i in batch]
+        left = [prompts[i] for i in batch]
         while left:
             before, work = len(shard.prompts), Batch(layers, left, shard, advance)
             try:

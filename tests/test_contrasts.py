@@ -15,7 +15,6 @@ import torch
 import headattr
 from headattr import query
 from headattr.attribution import prepared as shared
-from headattr.attribution import sides
 from headattr.attribution.contrast import Ends, rows_of
 from headattr.attribution.layer import attribute_layer
 from headattr.attribution.prepared import prepare
@@ -533,7 +532,6 @@ def test_chunks_change_no_contrast_and_no_ablation(
     ranked = whole.q_pos > 0
     for numbers in (1, 333):
         monkeypatch.setattr(row_means, "_CHUNK", numbers)
-        monkeypatch.setattr(sides, "_CHUNK", numbers)
         monkeypatch.setattr(shared, "_CHUNK", numbers)
         small = attribute_layer(replace(task, memory=numbers))
         for name in ("q_slots", "k_slots", "q_top", "k_top"):

@@ -492,19 +492,19 @@ def test_a_size_that_is_none_is_refused_in_one_line(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_prompt_beyond_the_budget_is_set_aside_and_the_others_run(tmp_path: Path) -> None:
-    """The sentence says what is needed, what there is, and what to do."""
+def test_a_prompt_beyond_the_budget_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    """The sentence says what is needed, what there is, and what to do; the same call with more
+    memory then runs, and a finished store asks for nothing."""
     hf = tiny.llama(max_position_embeddings=2600)
-    texts = tiny.prompts(5, 2500, 7)
-    options: dict[str, Any] = {"heads": "L1H0", "edges": "top:1", "memory": "1MiB", "topk": 4}
+    texts, out = tiny.prompts(5, 2500, 7), tmp_path / "out"
+    options: dict[str, Any] = {"heads": "L1H0", "edges": "top:1", "topk": 4}
     basis = {1: tiny.sae(layer=1)}
-    with headattr.attribute(hf, basis, texts, tmp_path / "out", **options) as store:
-        assert store.prompt_ids == [0, 2]
-        assert check_store(store)["problems"] == []
-        (entry,) = store.set_aside
-        assert entry["prompt"] == 1
-        assert entry["reason"].startswith("2,500 tokens need about ")
-        assert "the budget is 1.0 MiB: raise --memory, or cut the prompt" in entry["reason"]
+    with pytest.raises(UsageError, match=r"prompt 1 of 2,500 tokens needs about .* is 1\.0 MiB"):
+        headattr.attribute(hf, basis, texts, out, memory="1MiB", **options)
+    assert not out.exists()
+    headattr.attribute(hf, basis, texts, out, **options).close()
+    with headattr.attribute(hf, basis, texts, out, memory="1MiB", **options) as store:
+        assert store.prompt_ids == [0, 1, 2]
 
 
 def test_a_run_goes_on_with_another_memory(tmp_path: Path) -> None:

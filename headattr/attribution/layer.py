@@ -66,7 +66,8 @@ def stream_layer(task: LayerTask, keep: Keep, advance: Callable[[int], Any]) -> 
             f"the pattern of layer {task.weights.layer} is off by {error:.1e} from the model's "
             f"own; expected at most {task.tolerance:.0e}"
         )
-    prepared = prepare(task.weights, task.components, task.directions, task.kept.resid_pre)
+    given = task.components, task.directions, task.kept.resid_pre, task.memory
+    prepared = prepare(task.weights, *given)
     with _threads(len(prepared.used) * task.weights.W_Q[0].numel()):
         return _Layer(task, prepared, error, advance).stream(keep)
 

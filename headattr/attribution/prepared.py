@@ -42,6 +42,8 @@ class Prepared:
     """sigma_i / sigma_i without that feature: what the rest grows by when it is removed."""
     dtype: torch.dtype
     """Of the pairs."""
+    chunk: int = _CHUNK
+    """Numbers of a temporary over active entries, at most."""
 
     @cached_property
     def by_feature(self) -> Entries:
@@ -51,11 +53,9 @@ class Prepared:
         place = self.columns[order] * len(active.counts) + active.positions[order]
         return Entries(order, place)
 
-    def pushed(
-        self, W: Float[Tensor, "d_model d_head"], chunk: int = _CHUNK
-    ) -> Float[Tensor, "unique d_head"]:
+    def pushed(self, W: Float[Tensor, "d_model d_head"]) -> Float[Tensor, "unique d_head"]:
         """The directions that are active somewhere, through one head's weights."""
-        step = max(1, chunk // W.shape[0])
+        step = max(1, self.chunk // W.shape[0])
         parts = [self.directions[ids].to(W) @ W for ids in self.used.split(step)]
         return torch.cat(parts) if parts else W.new_zeros(0, W.shape[1])
 
@@ -65,14 +65,17 @@ def prepare(
     components: Components,
     directions: Float[Tensor, "features d_model"],
     resid_pre: Float[Tensor, "pos d_model"],
+    memory: int = 1 << 28,
 ) -> Prepared:
-    """What all heads of a layer share for one prompt."""
+    """What all heads of a layer share for one prompt; `memory`: bytes for temporaries."""
+    chunk = max(1, min(_CHUNK, memory // 64))
     exact = components.sparse_sum.dtype
     used, columns = components.active.ids.unique(return_inverse=True)
     sigma = weights.norm.sigma(resid_pre.to(exact))
     coefs = components.coefs.to(exact) / sigma[components.active.positions]
-    regrow = _regrow(weights.norm, components, directions, resid_pre.to(exact))
-    return Prepared(components, directions, used, columns, sigma, coefs, regrow, resid_pre.dtype)
+    regrow = _regrow(weights.norm, components, directions, resid_pre.to(exact), chunk)
+    facts = used, columns, sigma, coefs, regrow, resid_pre.dtype, chunk
+    return Prepared(components, directions, *facts)
 
 
 def _regrow(
@@ -80,13 +83,14 @@ def _regrow(
     components: Components,
     directions: Float[Tensor, "features d_model"],
     x: Float[Tensor, "pos d_model"],
+    chunk: int,
 ) -> Float[Tensor, "active"]:
     """sigma / sigma' of every active entry: x less the feature, through the norm's own sigma."""
     active = components.active
     coefs = components.coefs.to(x)
     if not len(coefs):
         return coefs
-    step = max(1, _CHUNK // x.shape[1])
+    step = max(1, chunk // x.shape[1])
     rests = (
         x[pos] - coef[:, None] * directions[ids].to(x)
         for pos, coef, ids in zip(

@@ -24,8 +24,6 @@ from headattr.kernels.row_means.batched import Keys
 from headattr.model.head import HeadWeights, Norm, Rotary
 from headattr.model.head import Side as SideName
 
-_CHUNK = 1 << 17  # numbers of a temporary over active entries and d_model: a megabyte
-
 
 @dataclass(frozen=True)
 class Projected:
@@ -107,7 +105,9 @@ class Side:
         prepared, active = self.prepared, self.prepared.components.active
         width = self.table.shape[1]
         vectors = self.table.new_empty(len(active.ids), width)
-        for some in torch.arange(len(vectors), device=vectors.device).split(_CHUNK // width + 1):
+        for some in torch.arange(len(vectors), device=vectors.device).split(
+            prepared.chunk // width + 1
+        ):
             vectors[some] = self._seen(self._plain(some), active.positions[some])
         return Keys(vectors, active.ptr, prepared.columns, *prepared.by_feature)
 
