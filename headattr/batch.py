@@ -12,7 +12,7 @@ from headattr.attribution.layer import stream_layer
 from headattr.attribution.pushed import Pushed, read_maps, written_maps
 from headattr.attribution.task import LayerTask, swallow_attention
 from headattr.basis.component import ActiveFeatures
-from headattr.budget import Budget, free_memory, parse_bytes
+from headattr.budget import Budget, budget_for
 from headattr.edges import HeadId, parse_edge_rule, select_edges, token_filter
 from headattr.errors import PromptError
 from headattr.model.capture import PromptCapture, capture, pad
@@ -47,14 +47,12 @@ def rows_of_prompt(run: Run, prompt: Prompt) -> int:
 def budget_of(run: Run) -> Budget:
     """What the run may use, by default half of the memory that is free."""
     model = run.model
-    if run.config.memory is not None:
-        total = parse_bytes(run.config.memory)
-    elif model.device.type == "cuda":
+    total = None
+    if run.config.memory is None and model.device.type == "cuda":
         total = torch.cuda.mem_get_info(model.device)[0] // 2
-    else:
-        total = free_memory() // 2
     slots = [_slots(source) for source in run.source_list]
-    return Budget(total, shape_of(model, run.plans, run.source_list, slots))
+    shape = shape_of(model, run.plans, run.source_list, slots)
+    return budget_for(shape, run.config.memory, total)
 
 
 def _slots(source: Any) -> int:

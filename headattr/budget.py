@@ -20,6 +20,8 @@ _UNITS = {"": 1, "B": 1} | {
 }
 SMALLEST = 16 << 20
 """A budget below this bounds the blocks alone: the process itself moves by as much."""
+LIBRARIES = 150 << 20
+"""What a run loads beside model and dictionaries, measured."""
 
 
 def parse_bytes(text: str | int) -> int:
@@ -106,6 +108,8 @@ class Budget(NamedTuple):
 
     total: int
     shape: Shape
+    asked: int = 0
+    """What was asked for, of which `total` is for work."""
 
     def layers_at_once(self, tokens: int) -> int:
         """Layers to capture in one pass over `tokens` tokens."""
@@ -165,12 +169,22 @@ class Budget(NamedTuple):
             return
         prompt = max(lengths, key=lambda prompt: lengths[prompt])
         needed = int(1.2 * self.needed(lengths[prompt]))
-        if needed > max(self.total, SMALLEST):
+        needed += max(self.asked - self.total, 0)
+        if needed > max(self.asked, self.total, SMALLEST):
             raise UsageError(
                 f"prompt {prompt} of {lengths[prompt]:,} tokens needs about {show_bytes(needed)} "
-                f"beside the model, and --memory is {show_bytes(self.total)} (by default half of "
-                "what is free): raise it, or shorten the prompt"
+                f"beside the model, and --memory is {show_bytes(self.asked or self.total)} (by "
+                "default half of what is free): raise it, or shorten the prompt"
             )
+
+
+def budget_for(shape: Shape, asked: str | None, free: int | None = None) -> Budget:
+    """What `--memory` leaves for work; by default half of what is free.
+
+    Compiled kernels, HDF5 and the allocator take LIBRARIES of it, a quarter at most.
+    """
+    total = parse_bytes(asked) if asked is not None else free or free_memory() // 2
+    return Budget(total - min(LIBRARIES, total // 4), shape, total)
 
 
 def widest_layer(config: Any) -> int:

@@ -20,7 +20,7 @@ from headattr.basis.formats.saelens import read_config
 from headattr.basis.load import Sources, declared_bos
 from headattr.basis.sae import check_fit
 from headattr.basis.unembed import N_PREDICTED
-from headattr.budget import Budget, free_memory, parse_bytes
+from headattr.budget import Budget, budget_for
 from headattr.config import RunConfig, SourceSpec
 from headattr.edges import EdgeRule, listed_edges, parse_edge_rule, token_filter
 from headattr.errors import DictionaryError
@@ -235,9 +235,10 @@ def _memory(
             for s in order
         )
     )
-    total = free_memory() // 2 if config.memory is None else parse_bytes(config.memory)
     shape = shape_of(model, plans, order, [source.l0 for source in order])
-    budget, lengths = Budget(total, shape), [len(prompt.tokens) for prompt in prompts]
+    budget = budget_for(shape, config.memory)
+    total, lengths = budget.total, [len(prompt.tokens) for prompt in prompts]
+    budget.check({prompt.id: len(prompt.tokens) for prompt in prompts})
     work = 0
     for batch in budget.batches(lengths, config.batch_size):
         longest = max(lengths[i] for i in batch)
