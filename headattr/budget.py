@@ -35,7 +35,7 @@ def parse_bytes(text: str | int) -> int:
     return int(float(match[1]) * size)
 
 
-def show_bytes(size: float) -> str:
+def show_bytes(size: int | float) -> str:
     """A size as people write it: 3.2 GiB."""
     for unit in ("B", "KiB", "MiB"):
         if size < 1024:
