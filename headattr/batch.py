@@ -91,7 +91,9 @@ class Layers:
     def _parts(self, plan: LayerPlan) -> LayerParts:
         model, sources = self.run.model, self.run.source_list
         weights = model.family.head_weights(model.hf, plan.layer)
-        if self._bytes(plan) > self.budget.shared_bytes():
+        entries = self.budget.shape.slots * sum(len(prompt.tokens) for prompt in self.run.prompts)
+        few = entries < 2 * sources[plan.basis].about.n_features
+        if few or self._bytes(plan) > self.budget.shared_bytes():
             return LayerParts(weights, None, None)
         heads, has_output = tuple(plan.heads), plan.output is not None
         maps = read_maps(weights, heads, values=has_output)

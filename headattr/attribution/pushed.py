@@ -8,12 +8,14 @@ from torch import Tensor
 
 from headattr.model.head import HeadWeights
 
-_CHUNK = 1 << 19  # numbers of a temporary over rows and d_model
+_BLOCK = 256
+"""Rows that are made together, always the same ones: what a row is to the last bit does not depend
+on which prompts came before."""
 
 
 class Pushed:
-    """Rows of a dictionary times the matrices of a layer, made for all of them when a row is first
-    asked for."""
+    """Rows of a dictionary times the matrices of a layer, made for all of them when a row, or one
+    of its block, is first asked for."""
 
     def __init__(
         self,
@@ -27,12 +29,11 @@ class Pushed:
 
     def table(self, name: Hashable, ids: Int[Tensor, "n"]) -> Float[Tensor, "n d_head"]:
         """Some rows through one matrix."""
-        missing = ids[~self._known[ids]]
-        for some in missing.split(max(1, _CHUNK // self.rows.shape[1])):
-            rows = self.rows[some]
+        for block in (ids[~self._known[ids]] // _BLOCK).unique().tolist():
+            some = slice(block * _BLOCK, (block + 1) * _BLOCK)
             for key, W in self.maps.items():
-                self._tables[key][some] = rows.to(W) @ W
-        self._known[missing] = True
+                self._tables[key][some] = self.rows[some].to(W) @ W
+            self._known[some] = True
         return self._tables[name][ids]
 
 

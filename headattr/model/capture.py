@@ -170,7 +170,7 @@ class _Tap:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        mask: Tensor,
+        mask: Tensor | None,
         **kwargs: Any,
     ) -> Tensor:
         """The module's own attention, unchanged."""

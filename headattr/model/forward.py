@@ -109,13 +109,12 @@ def _tapped(hf: Any, attend: Attend) -> Iterator[None]:
         _ATTEND.reset(token)
 
 
-def _mask(*args: Any, **kwargs: Any) -> Tensor:
-    """What a model makes its mask with: one bit a query and key, whatever could be skipped."""
+def _mask(*args: Any, **kwargs: Any) -> Tensor | None:
+    """What a model makes its mask with: one bit a query and key, even where all could be skipped
+    but that later keys are not seen; None where they are."""
     from transformers.masking_utils import sdpa_mask
 
-    mask = sdpa_mask(*args, **{**kwargs, "allow_is_causal_skip": False})
-    assert mask is not None
-    return mask
+    return sdpa_mask(*args, **{**kwargs, "allow_is_causal_skip": False})
 
 
 def as_bias(
@@ -136,7 +135,7 @@ def eager_in_blocks(
     query: Float[Tensor, "batch head pos d"],
     key: Float[Tensor, "batch kv_head pos d"],
     value: Float[Tensor, "batch kv_head pos d_v"],
-    mask: Bool[Tensor, "batch 1 pos pos"],
+    mask: Bool[Tensor, "batch 1 pos pos"] | None,
     *,
     rows: Int[Tensor, "batch row"],
     numbers: int,
@@ -148,14 +147,15 @@ def eager_in_blocks(
     head at least); keys beyond the last query of a block are left out, since no query sees them.
     """
     batch, heads, length = query.shape[:3]
-    step = max(1, numbers // (batch * heads * length))
+    step = length if mask is None else max(1, numbers // (batch * heads * length))
     found = query.new_zeros(batch, heads, rows.shape[1], length)
     at, outputs = torch.arange(batch, device=query.device), []
     for start in range(0, length, step):
         stop = min(start + step, length)
         # in one piece it is the very call that the model makes
         seen = length if step >= length else stop
-        bias = as_bias(mask[:, :, start:stop, :seen], query.dtype)
+        part = None if mask is None else mask[:, :, start:stop, :seen]
+        bias = as_bias(part, query.dtype)
         some = query[:, :, start:stop], key[:, :, :seen], value[:, :, :seen]
         output, pattern = eager(module, *some, bias, **kwargs)
         outputs.append(output)
