@@ -16,7 +16,7 @@ from test_store import content
 
 import headattr
 from headattr.basis.plain import PlainDictionary
-from headattr.batch import budget_of, rows_of_prompt
+from headattr.batch import Layers, budget_of, rows_of_prompt
 from headattr.errors import StoreError
 from headattr.inputs import inputs_from_memory
 from headattr.pipeline import attribute_prompts
@@ -227,7 +227,10 @@ def test_the_bar_ends_at_its_total_and_never_beyond(hf: Any, tmp_path: Path, bad
     done: list[int] = [0]
     with new_shard(tmp_path, 0, run.plans, manifest_hash="", longest=16) as shard:
         attribute_prompts(
-            run, budget_of(run), run.prompts, shard, lambda rows: done.append(done[-1] + rows)
+            Layers(run, budget_of(run)),
+            run.prompts,
+            shard,
+            lambda rows: done.append(done[-1] + rows),
         )
     total = sum(rows_of_prompt(run, prompt) for prompt in run.prompts)
     assert done[-1] == total == 3 * sum(map(len, TEXTS))
