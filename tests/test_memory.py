@@ -18,6 +18,7 @@ import torch
 from test_contrasts import fit, task_of
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from transformers.models.llama.modeling_llama import eager_attention_forward
 
 import headattr
 from headattr.attribution.layer import attribute_layer, stream_layer
@@ -28,8 +29,9 @@ from headattr.basis.unembed import unembed_output
 from headattr.budget import Budget, Shape, parse_bytes
 from headattr.cli import main
 from headattr.edges import parse_edge_rule, select_edges
-from headattr.errors import UsageError
+from headattr.errors import ProofError, UsageError
 from headattr.model.capture import PromptCapture, capture, pad
+from headattr.model.forward import eager_in_blocks
 from headattr.model.load import load_model
 from headattr.store import check
 from headattr.store.check import check_store
@@ -423,6 +425,26 @@ def test_attention_by_rows_is_that_of_one_piece(family: str, side: str) -> None:
 
 
 ARCHITECTURES = ("standard", "gated", "topk", "abstopk", "jumprelu", "matching_pursuit")
+
+
+def test_a_query_that_sees_later_keys_is_refused_in_blocks_and_kept_in_one_piece() -> None:
+    """Blocks leave out keys behind their last query, so none of those may be seen."""
+    hf = tiny.llama()
+    attention = hf.model.layers[0].self_attn
+    shape = (1, hf.config.num_attention_heads, 6, attention.head_dim)
+    query, key, value = torch.randn(3, *shape, generator=torch.Generator().manual_seed(0))
+    key, value = (part[:, : hf.config.num_key_value_heads] for part in (key, value))
+    mask = torch.ones(1, 1, 6, 6, dtype=torch.bool).tril()
+    mask[..., 1, 4] = True
+    given: dict[str, Any] = {"rows": torch.tensor([[5]]), "scaling": 1.0}
+    whole = eager_in_blocks(
+        eager_attention_forward, attention, query, key, value, mask, numbers=1 << 20, **given
+    )
+    assert whole[0].isfinite().all()
+    with pytest.raises(ProofError, match="see later keys"):
+        eager_in_blocks(
+            eager_attention_forward, attention, query, key, value, mask, numbers=1, **given
+        )
 
 
 @pytest.mark.parametrize("kind", [*ARCHITECTURES, "plain", "unembed"])

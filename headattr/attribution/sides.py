@@ -143,8 +143,10 @@ class Side:
     ) -> Float[Tensor, "n slot d_head"]:
         """The features of some positions by slot, 0 where there is none."""
         prepared, rotary = self.prepared, self.rotary
-        if "entries" in self.__dict__ or self.norm is not None:
-            found = self.entries.vectors[index]
+        cached = "entries" in self.__dict__
+        if cached or self.norm is not None:
+            made = self.entries.vectors[index] if cached else self._plain(index)
+            found = made if cached else self._seen(made, positions)
             return found if inside.all() else found.where(inside[..., None], 0)
         entries, counts = index[inside], inside.sum(1)
         turned = {} if rotary is None else rotary.at(positions)._asdict()

@@ -144,7 +144,8 @@ def eager_in_blocks(
     """The module's own eager attention, and some rows of its pattern.
 
     Queries some at a time, so that at most `numbers` numbers of a matrix are there (one row of each
-    head at least); keys beyond the last query of a block are left out, since no query sees them.
+    head at least); keys beyond the last query of a block are left out, since no query sees them:
+    ProofError where one does.
     """
     batch, heads, length = query.shape[:3]
     step = length if mask is None else max(1, numbers // (batch * heads * length))
@@ -155,6 +156,11 @@ def eager_in_blocks(
         # in one piece it is the very call that the model makes
         seen = length if step >= length else stop
         part = None if mask is None else mask[:, :, start:stop, :seen]
+        if mask is not None and bool(mask[:, :, start:stop, seen:].any()):
+            raise ProofError(
+                "the mask lets a query see later keys; expected a causal model, this one is "
+                "changed and is refused"
+            )
         bias = as_bias(part, query.dtype)
         some = query[:, :, start:stop], key[:, :, :seen], value[:, :, :seen]
         output, pattern = eager(module, *some, bias, **kwargs)
