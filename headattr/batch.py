@@ -1,7 +1,7 @@
 """Some prompts at work: captured together, encoded, attributed layer by layer, given to a shard."""
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -10,13 +10,14 @@ from numpy.typing import NDArray
 
 from headattr.attribution.layer import stream_layer
 from headattr.attribution.pushed import Pushed, read_maps, written_maps
-from headattr.attribution.task import LayerTask, swallow_attention
+from headattr.attribution.task import LayerTask, swallow_attention, written_by
 from headattr.basis.component import ActiveFeatures
 from headattr.budget import Budget, budget_for
 from headattr.edges import HeadId, parse_edge_rule, select_edges, token_filter
 from headattr.errors import PromptError
 from headattr.model.capture import PromptCapture, capture, pad
 from headattr.model.head import HeadWeights
+from headattr.model.sites import Site
 from headattr.model.proof import TOLERANCE
 from headattr.model.tokens import Prompt
 from headattr.plan import GUESSED_SLOTS, Run, shape_of
@@ -59,8 +60,13 @@ def _slots(source: Any) -> int:
     """Active features a position, as far as a source says."""
     if source.about.kind == "tokens":
         return 1
-    fields = source.config.fields if source.about.kind == "sae" else {}
-    return int(fields.get("k", min(GUESSED_SLOTS, source.about.n_features)))
+    coders = source.coders if hasattr(source, "coders") else [getattr(source, "coder", None)]
+    found = 0
+    for coder in coders:
+        features = source.about.n_features if coder is None else coder.dictionary.features
+        k = None if coder is None else coder.dictionary.activation.k
+        found += k or min(GUESSED_SLOTS, features)
+    return found
 
 
 class LayerParts(NamedTuple):
@@ -90,6 +96,7 @@ class Layers:
 
     def _parts(self, plan: LayerPlan) -> LayerParts:
         model, sources = self.run.model, self.run.source_list
+        basis = self.run.sources.bases[plan.layer]
         weights = model.family.head_weights(model.hf, plan.layer)
         entries = self.budget.shape.slots * sum(len(prompt.tokens) for prompt in self.run.prompts)
         few = entries < 2 * sources[plan.basis].about.n_features
@@ -97,10 +104,12 @@ class Layers:
             return LayerParts(weights, None, None)
         heads, has_output = tuple(plan.heads), plan.output is not None
         maps = read_maps(weights, heads, values=has_output)
-        pushed, written = Pushed(sources[plan.basis].directions, maps), None
+        pushed, written = Pushed(basis.directions, maps), None
         if plan.output is not None:
-            rows = sources[plan.output].read_rows(self.run.config.read)
-            written = Pushed(rows, written_maps(weights, heads))
+            output = self.run.outputs[plan.layer]
+            through = written_by(weights, by_head=output.place.stage == 1 and output.by_head)
+            rows = output.read_rows(self.run.config.read)
+            written = Pushed(rows, written_maps(through, heads))
         return LayerParts(weights, pushed, written)
 
     def _bytes(self, plan: LayerPlan) -> int:
@@ -141,29 +150,34 @@ class Batch:
         """Raises FailedPrompts where some cannot be run; whatever the shard was given of the batch
         is then void."""
         tokens = len(self.prompts) * max(len(prompt.tokens) for prompt in self.prompts)
-        sources = self.run.source_list
-        sites = sorted({source.layer for source in sources})
+        sources = dict(enumerate(self.run.source_list))
         groups = list(_parts(self.run.plans, self.budget.layers_at_once(tokens)))
         if len(groups) == 1:
-            captured = self._capture(self.run.plans, sites)
-            self._encode(captured, sites)
+            encoded = {site for source in sources.values() for site in source.sites}
+            captured = self._capture(self.run.plans, encoded | self._sites(self.run.plans))
+            self._encode(captured, sources)
             self._add_prompts()
             self._layers(self.run.plans, captured)
             return
-        for some in _parts(sites, self.budget.sites_at_once(tokens)):
-            self._encode(self._capture([], some), some)
+        for some in _sharing(sources, self.budget.sites_at_once(tokens)):
+            sites = {site for index in some for site in sources[index].sites}
+            self._encode(self._capture([], sites), {index: sources[index] for index in some})
         self._add_prompts()
         for plans in groups:
-            used = {sources[plan.basis].layer for plan in plans}
-            used |= {sources[plan.output].layer for plan in plans if plan.output is not None}
-            self._layers(plans, self._capture(plans, sorted(used)))
+            self._layers(plans, self._capture(plans, self._sites(plans)))
 
-    def _capture(self, plans: Sequence[LayerPlan], sites: Sequence[int]) -> list[PromptCapture]:
+    def _sites(self, plans: Sequence[LayerPlan]) -> set[Site]:
+        """What bases and outputs of some layers need of a prompt."""
+        used = [self.run.sources.bases[plan.layer] for plan in plans]
+        used += [self.run.outputs[plan.layer] for plan in plans if plan.output is not None]
+        return {site for one in used for site in one.sites}
+
+    def _capture(self, plans: Sequence[LayerPlan], sites: Iterable[Site]) -> list[PromptCapture]:
         found = capture(
             self.run.model,
             *pad([prompt.tokens for prompt in self.prompts]),
             layers=[plan.layer for plan in plans],
-            sites=sites,
+            sites=sorted(sites),
             ids_in_run=[prompt.id for prompt in self.prompts],
             numbers=self.budget.attention_numbers(),
         )
@@ -172,14 +186,13 @@ class Batch:
             raise FailedPrompts(errors)
         return [item for item in found if isinstance(item, PromptCapture)]
 
-    def _encode(self, captured: Sequence[PromptCapture], sites: Sequence[int]) -> None:
-        """Which features are active where, of the sources at some sites."""
-        for index, source in enumerate(self.run.source_list):
-            if source.layer not in sites:
-                continue
+    def _encode(self, captured: Sequence[PromptCapture], sources: Mapping[int, Any]) -> None:
+        """Which features are active where, of some sources."""
+        for index, source in sources.items():
+            stream = [site for site in source.sites if site.kind == "resid_pre"][-1]
             for i, prompt in enumerate(captured):
                 active = source.active(prompt, self.budget.encode_numbers())
-                counted = ~swallow_attention(prompt.resid[source.layer])
+                counted = ~swallow_attention(prompt.at(stream))
                 ptr, ids, acts = (
                     part.cpu().numpy() for part in (active.ptr, active.ids, active.acts)
                 )
@@ -227,6 +240,19 @@ class Batch:
         self._advance(rows)
 
 
+def _sharing(sources: Mapping[int, Any], most: int) -> Iterator[list[int]]:
+    """Sources in groups that need at most `most` sites together, one source at least."""
+    group: list[int] = []
+    sites: set[Site] = set()
+    for index, source in sorted(sources.items(), key=lambda item: item[1].sites):
+        if group and len(sites | set(source.sites)) > most:
+            yield group
+            group, sites = [], set()
+        group.append(index)
+        sites |= set(source.sites)
+    yield group
+
+
 def _parts(items: Sequence[_Item], size: int) -> Iterator[Sequence[_Item]]:
     return (items[start : start + size] for start in range(0, len(items), size))
 
@@ -250,11 +276,10 @@ def layer_task(
     **options: Any,
 ) -> LayerTask:
     """What to attribute in one layer of one prompt."""
-    layer, sources = layer_plan.layer, run.source_list
-    basis = sources[layer_plan.basis]
+    layer, basis = layer_plan.layer, run.sources.bases[layer_plan.layer]
     reads = None
     if layer_plan.output is not None:
-        output = sources[layer_plan.output]
+        output = run.outputs[layer]
         reads = output.reads(captured, actives[layer_plan.output], run.config.read)
     return LayerTask(
         weights,

@@ -39,15 +39,17 @@ class RunConfig:
     model: str
     """A model folder, a hub id, a .gguf file, `demo`, `smollm2` or `gemma3-270m`."""
     basis: tuple[str, ...]
-    """Dictionaries of the residual stream: `layer=PATH` each (`0=tokens` needs no dictionary), a
-    TOML file or folder of [[basis]] tables, or `demo`."""
+    """Dictionaries of the residual stream: `layer=PATH` each, or `PATH` for every layer that it has
+    (SAE, crosscoder, or transcoders of the MLPs below); `0=tokens` needs none; a TOML file or
+    folder of [[basis]] tables, or `demo`."""
     texts: str
     """A .txt file (a line a prompt) or a .jsonl file ({"text": ...} or {"tokens": [...]})."""
     out: str
     """The folder of the result; the same configuration resumes in it."""
     output: tuple[str, ...] = ()
-    """What reads the heads' outputs, as --basis, or `unembed`. An edge at layer l uses the smallest
-    layer > l; without any, the basis of l + 1."""
+    """What reads the heads' outputs, as --basis, or `unembed`. An edge at layer l uses the first
+    that hears it (the transcoder of layer l, a dictionary of its attention's output, or of a later
+    residual site); without any, the basis of l + 1."""
     heads: str = "all"
     """`all` heads of the layers that have a basis, or a list such as L5H1,L3H*."""
     edges: str = "top:4"
@@ -67,6 +69,8 @@ class RunConfig:
     differs from the row's mean (leaves out what all keys share, as softmax does)."""
     read: Literal["encoder", "decoder"] = "encoder"
     """Read direction of output features: encoder row, or activation times decoder direction."""
+    attention: Literal["whole", "heads"] = "whole"
+    """With transcoders as basis: each earlier attention output is one component, or one a head."""
     outputs: Literal["active", "all"] = "active"
     """Output features to consider: those active at the query, or all (finds what a head
     suppresses)."""
@@ -124,15 +128,21 @@ class RunConfig:
         return {name: value for name, value in asdict(self).items() if name not in RESULT_FREE}
 
 
+EVERY_LAYER = -2
+"""As the layer of a SPEC: every layer that the dictionary has."""
+
+
 class SourceSpec(NamedTuple):
     """One dictionary that was asked for."""
 
     kind: str
     """sae, tokens, unembed or plain."""
     layer: int
-    """-1 for unembed: after the last."""
+    """-1 for unembed: after the last; EVERY_LAYER."""
     target: Any
     """A folder, or an object in memory."""
+    spread: bool = False
+    """One of all layers of a dictionary, which may have more than the model."""
 
 
 def parse_specs(
@@ -159,9 +169,11 @@ def parse_specs(
             )
         elif (path := Path(text).expanduser()).suffix == ".toml" or (path / "spec.toml").is_file():
             found += _from_toml(path if path.suffix == ".toml" else path / "spec.toml", role)
+        elif path.is_dir():
+            found.append(SourceSpec("sae", EVERY_LAYER, path))
         else:
             raise UsageError(
-                f"--{role} {text!r}: expected layer=PATH, 0=tokens, demo, "
+                f"--{role} {text!r}: expected layer=PATH, PATH, 0=tokens, demo, "
                 f"{'unembed, ' if role == 'output' else ''}or a TOML file (a folder holds it "
                 "as spec.toml)"
             )
@@ -173,6 +185,8 @@ def check_specs(found: list[SourceSpec], role: str) -> list[SourceSpec]:
     basis."""
     seen: set[int] = set()
     for spec in found:
+        if spec.layer == EVERY_LAYER:
+            continue
         if spec.layer in seen:
             raise UsageError(
                 f"--{role}: layer {spec.layer} is given twice; expected one dictionary a layer"

@@ -15,10 +15,11 @@ from numpy.typing import NDArray
 
 from headattr.attribution.blocks import Sizes as BlockSizes
 from headattr.attribution.blocks import blocks_of
-from headattr.basis.component import SourceInfo
-from headattr.basis.formats.saelens import read_config
-from headattr.basis.load import Sources, declared_bos
-from headattr.basis.sae import check_fit
+from headattr.basis.component import Place, SourceInfo
+from headattr.basis.dictionary import Dictionary, Release
+from headattr.basis.formats.registry import open_release
+from headattr.basis.load import Role, Sources, check_release, declared_bos
+from headattr.basis.transcoders import layer_of
 from headattr.basis.unembed import N_PREDICTED
 from headattr.budget import Budget, budget_for
 from headattr.config import RunConfig, SourceSpec
@@ -30,7 +31,15 @@ from headattr.kernels.pair_topk.dispatch import path_of
 from headattr.model.load import DTYPES, LoadedModel
 from headattr.model.outline import outline_model
 from headattr.model.tokens import Prompt, decide_bos, tokenize
-from headattr.plan import GUESSED_SLOTS, distinct, plan_heads, plan_layer, shape_of
+from headattr.model.sites import Site
+from headattr.plan import (
+    GUESSED_SLOTS,
+    distinct,
+    plan_heads,
+    plan_layer,
+    plan_outputs,
+    shape_of,
+)
 from headattr.stopwatch import Sizes, forward_seconds, layer_seconds
 from headattr.store.columns import OV, Column, edge_columns
 from headattr.store.format import slot_type
@@ -52,21 +61,35 @@ _START = 15.0
 
 
 class _Source(NamedTuple):
-    """What a plan asks of a basis or an output, and how many features it has at once."""
+    """What a plan asks of a dictionary, and how many features it has at once."""
 
     layer: int
     about: SourceInfo
     l0: int
     width: int
+    sites: tuple[Site, ...]
     encoder: bool = True
     """Can it be read by its encoder?"""
+    reads_nothing: bool = False
+
+
+class _View(NamedTuple):
+    """A source at one layer, as basis or output."""
+
+    source: _Source
+    place: Place
 
     def check_read(self, read: str) -> None:
         """As the basis itself: no encoder reads without an encoder."""
-        if read == "encoder" and not self.encoder:
+        if self.source.reads_nothing:
+            raise DictionaryError("transcoders of the MLPs below a layer do not read it")
+        if read == "encoder" and not self.source.encoder:
             raise DictionaryError(
-                f"{self.about.name} has no linear encoder to read with; use --read decoder"
+                f"{self.source.about.name} has no linear encoder to read with; use --read decoder"
             )
+
+    def reads(self) -> None:
+        """A basis may be an output."""
 
 
 def estimate_run(config: RunConfig) -> dict[str, Any]:
@@ -79,13 +102,14 @@ def estimate_run(config: RunConfig) -> dict[str, Any]:
     inputs = inputs_of(config)
     model = outline_model(config.model, config.dtype)
     assumed: list[str] = []
-    bases = {spec.layer: _source(model, spec, assumed) for spec in inputs.basis}
-    outputs = [_source(model, spec, assumed) for spec in inputs.output]
-    outputs = [next((b for b in bases.values() if b == s), s) for s in outputs]
-    sources = Sources(bases, {s.layer + (s.about.kind == "unembed"): s for s in outputs})
+    sources = _sources(model, inputs.basis, inputs.output, assumed)
     heads, _ = plan_heads(config, model, sources)
     layers = sorted({head.layer for head in heads})
-    plans = [plan_layer(config, model, layer, heads, sources) for layer in layers]
+    outputs, reasons = plan_outputs(config, layers, sources)
+    sources = sources._replace(outputs={view.place: view for view in outputs.values()})
+    plans = [
+        plan_layer(config, model, layer, heads, sources, outputs, reasons) for layer in layers
+    ]
     bos = decide_bos(model.tokenizer, config.bos, declared_bos(distinct(sources)))
     prompts, aside = tokenize(model, inputs.texts.prompts, bos, truncate=config.truncate)
     rule = parse_edge_rule(config.edges)
@@ -113,28 +137,86 @@ def estimate_run(config: RunConfig) -> dict[str, Any]:
     }
 
 
-def _source(model: LoadedModel, spec: SourceSpec, assumed: list[str]) -> _Source:
+def _sources(
+    model: LoadedModel,
+    basis: Sequence[SourceSpec],
+    output: Sequence[SourceSpec],
+    assumed: list[str],
+) -> Sources:
+    """As the run's own, from configurations alone."""
+    shared: dict[Any, _Source] = {}
+    deepest = max((s.layer for s in basis if s.layer < len(model.layers)), default=0)
+
+    def of(spec: SourceSpec, role: Role) -> _View:
+        key = (role if role == "output" else "", *spec[:3])
+        release = open_release(spec.target) if isinstance(spec.target, Path) else None
+        if release is not None and release.kind != "sae" and role == "basis":
+            key = ("", str(spec.target))
+        if key not in shared:
+            shared[key] = _source(model, spec, release, role, deepest, assumed)
+        twin = shared.get(("", *spec[:3])) if role == "output" else None
+        found = twin if twin is not None and twin.about.kind == "sae" else shared[key]
+        site = found.sites[0]
+        stage = {"z": 1, "attn_out": 1}.get(site.kind, 0 if site.kind == "resid_pre" else 2)
+        if stage == 2 and model.family.parallel(model.config):
+            stage = 0
+        layer = spec.layer if spec.kind != "unembed" else len(model.layers) + 1
+        return _View(found, Place(layer, stage if role == "output" else 0))
+
+    bases = {s.layer: of(s, "basis") for s in basis if s.layer < len(model.layers)}
+    outputs = [of(spec, "output") for spec in output]
+    return Sources(bases, {view.place: view for view in outputs})
+
+
+def _source(
+    model: LoadedModel,
+    spec: SourceSpec,
+    release: Release | None,
+    role: Role,
+    deepest: int,
+    assumed: list[str],
+) -> _Source:
     """From a configuration alone; what it does not say is assumed aloud."""
 
     def about(kind: str, layer: int, n: int, name: str, bos: bool | None = None) -> SourceInfo:
         return SourceInfo(kind, layer, name, None, n, "", "", (), bos, None)
 
-    vocabulary = model.vocabulary
+    vocabulary, stream = model.vocabulary, (Site("resid_pre", spec.layer),)
     if spec.kind == "tokens":
-        return _Source(0, about("tokens", 0, vocabulary, "tokens"), 1, vocabulary)
-    if spec.kind == "unembed":
+        return _Source(0, about("tokens", 0, vocabulary, "tokens"), 1, vocabulary, stream)
+    if spec.kind == "unembed" or release is None:
         layer = len(model.layers)
         found = about("unembed", layer, vocabulary, "unembed")
-        return _Source(layer, found, N_PREDICTED + 1, vocabulary)
-    sae = read_config(spec.target)
-    check_fit(sae, spec.layer, model.d_model, str(spec.target))
-    width, l0 = sae.fields["d_sae"], sae.fields.get("k") or sae.fields.get("max_iterations")
-    name = spec.target.name
-    if l0 is None:
-        l0 = min(GUESSED_SLOTS, width)
-        assumed.append(f"{name}: {l0} active features a position (its configuration does not say)")
-    found = about("sae", spec.layer, width, name, sae.prepend_bos)
-    return _Source(spec.layer, found, l0, width, sae.architecture != "matching_pursuit")
+        return _Source(layer, found, N_PREDICTED + 1, vocabulary, (Site("resid_pre", layer),))
+    check_release(release, spec.layer, role, model.d_model)
+    used, kind, sites = release.dictionaries, release.kind, stream
+    if kind == "transcoders" and role == "basis":
+        used = tuple(d for d in used if layer_of(d) < deepest)
+        sites = (*(Site("mlp_in", layer_of(d)) for d in used), Site("resid_pre", deepest))
+    elif kind == "transcoders":
+        used, sites = tuple(d for d in used if layer_of(d) == spec.layer), ()
+        sites = (Site("mlp_in", spec.layer), Site("resid_pre", spec.layer))
+    elif kind == "crosscoder":
+        sites = tuple(site for d in used for site in d.reads if site is not None)
+    elif used[0].reads[0] is not None and used[0].reads[0].kind != "resid_pre":
+        sites = (used[0].reads[0], *stream)
+    l0 = sum(_l0(d, assumed) for d in used)
+    found = about(kind, spec.layer, release.features, release.name, used[0].prepend_bos)
+    linear = all(d.activation.kind != "matching_pursuit" for d in used)
+    own = kind == "transcoders" and role == "basis"
+    return _Source(spec.layer, found, l0, release.features, sites, linear, own)
+
+
+def _l0(dictionary: Dictionary, assumed: list[str]) -> int:
+    """Active features a position."""
+    found = dictionary.activation.k
+    if found is None:
+        found = min(GUESSED_SLOTS, dictionary.features)
+        assumed.append(
+            f"{dictionary.name}: {found} active features a position (its configuration does not "
+            "say)"
+        )
+    return found
 
 
 def _count_edges(
@@ -231,7 +313,7 @@ def _memory(
         size
         * model.d_model
         * sum(
-            2 * s.width if s.about.kind == "sae" else s.width * (s.about.kind == "unembed")
+            s.width * (1 if s.about.kind == "unembed" else 2 * (s.about.kind != "tokens"))
             for s in order
         )
     )

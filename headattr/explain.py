@@ -50,7 +50,8 @@ def explain_edge(
     edge = Edge(layer_plan.layer, layer_plan.heads[0], q_pos, k_pos)
     if problem := position_problem(q_pos, k_pos, len(prompt.tokens), layer_plan.window):
         raise UsageError(problem)
-    sites = sorted({source.layer for source in run.source_list})
+    used = [*run.source_list, run.sources.bases[edge.layer], *run.outputs.values()]
+    sites = sorted({site for one in used for site in one.sites})
     captured = capture(run.model, *pad([prompt.tokens]), layers=[edge.layer], sites=sites)[0]
     if isinstance(captured, PromptError):
         raise captured

@@ -30,7 +30,7 @@ def inputs_of(config: RunConfig) -> Inputs:
     embedded = embedded_folder() if "demo" in (*config.basis, *config.output) else None
     basis = parse_specs(config.basis, "basis", embedded)
     output = parse_specs(config.output, "output", embedded)
-    check_files([*basis, *output])
+    basis, output = spread(basis, "basis"), spread(output, "output")
     return Inputs(
         config.model, basis, output, read_texts(Path(config.texts), paragraphs=config.paragraphs)
     )
@@ -63,13 +63,18 @@ def inputs_from_memory(
     embedded = embedded_folder() if "demo" in (*config.basis, *config.output) else None
     basis_specs = _specs(basis, config.basis, "basis", embedded)
     output_specs = _specs(output, config.output, "output", embedded)
-    check_files([*basis_specs, *output_specs])
+    basis_specs, output_specs = spread(basis_specs, "basis"), spread(output_specs, "output")
     if isinstance(texts, str | Path):
         found = read_texts(Path(texts), paragraphs=config.paragraphs)
     else:
         found = texts_from_memory(texts)
     named = str(model) if isinstance(model, Path) else model
     return config, Inputs(named, basis_specs, output_specs, found, tokenizer)
+
+
+def spread(specs: list[SourceSpec], role: Literal["basis", "output"]) -> list[SourceSpec]:
+    """Specs whose files are checked; one without a layer as one for every layer that it has."""
+    return check_specs(check_files(specs, role), role)
 
 
 def _named(given: Any) -> tuple[str, ...]:
@@ -86,8 +91,7 @@ def specs_from_memory(given: Any, role: Literal["basis", "output"]) -> list[Sour
     are checked."""
     named = _named(given)
     specs = _specs(given, named, role, embedded_folder() if "demo" in named else None)
-    check_files(specs)
-    return specs
+    return spread(specs, role)
 
 
 def _specs(

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from headattr.basis.component import SourceInfo
 from headattr.basis.load import Sources, declared_bos, load_sources
 from headattr.budget import Shape, widest_layer
 from headattr.config import RunConfig, canonical_hash
@@ -33,6 +34,8 @@ class Run:
     plans: list[LayerPlan]
     listed: Mapping[tuple[int, HeadId], list[tuple[int, int]]]
     manifest: dict[str, Any]
+    outputs: Mapping[int, Any]
+    """What reads the heads of a layer, of those that have an output."""
 
     @property
     def source_list(self) -> list[Any]:
@@ -53,15 +56,17 @@ def make_run(config: RunConfig, inputs: Inputs, *, every_layer: bool = True) -> 
     model = load_model(
         inputs.model, tokenizer=inputs.tokenizer, device=config.device, dtype=config.dtype
     )
-    sources = load_sources(model, inputs.basis, inputs.output)
+    apart = config.attention == "heads"
+    sources = load_sources(
+        model, inputs.basis, inputs.output, read=config.read, heads_apart=apart
+    )
     heads, skipped = plan_heads(config, model, sources)
+    outputs, reasons = plan_outputs(config, sorted({h.layer for h in heads}), sources)
+    sources = sources._replace(outputs={found.place: found for found in outputs.values()})
     plans = [
-        plan_layer(config, model, layer, heads, sources)
+        plan_layer(config, model, layer, heads, sources, outputs, reasons)
         for layer in sorted({h.layer for h in heads})
     ]
-    for layer_plan in plans:
-        if layer_plan.output is not None:
-            distinct(sources)[layer_plan.output].check_read(config.read)
     proof = prove(model, None if every_layer else [layer_plan.layer for layer_plan in plans])
     bos = decide_bos(model.tokenizer, config.bos, declared_bos(distinct(sources)))
     prompts, aside = tokenize(model, inputs.texts.prompts, bos, truncate=config.truncate)
@@ -72,7 +77,7 @@ def make_run(config: RunConfig, inputs: Inputs, *, every_layer: bool = True) -> 
     manifest = build_manifest(
         config,
         model=_about_model(model, proof),
-        sources=[source.about._asdict() for source in distinct(sources)],
+        sources=[about_source(source.about) for source in distinct(sources)],
         plans=plans,
         prompts=list(lengths),
         set_aside=sorted(
@@ -86,13 +91,26 @@ def make_run(config: RunConfig, inputs: Inputs, *, every_layer: bool = True) -> 
         else None,
         labelled=[i for i, source in enumerate(distinct(sources)) if has_labels(source)],
     )
-    return Run(config, model, proof, sources, prompts, plans, listed, manifest)
+    return Run(config, model, proof, sources, prompts, plans, listed, manifest, outputs)
+
+
+def about_source(about: SourceInfo) -> dict[str, Any]:
+    """What the manifest says of a source."""
+    return {**about._asdict(), "groups": [group._asdict() for group in about.groups]}
 
 
 def distinct(sources: Sources) -> list[Any]:
-    """Bases, then outputs that are no basis."""
-    found = list(sources.bases.values())
-    return found + [o for o in sources.outputs.values() if not any(o is basis for basis in found)]
+    """What says which features are active: of bases, then of outputs; each once."""
+    found: list[Any] = []
+    for one in (*sources.bases.values(), *sources.outputs.values()):
+        if not any(one.source is other for other in found):
+            found.append(one.source)
+    return found
+
+
+def index_of(source: Any, sources: Sources) -> int:
+    """The place of a source among them."""
+    return next(i for i, found in enumerate(distinct(sources)) if found is source)
 
 
 def _check_plain(sources: Sources, inputs: Inputs) -> None:
@@ -138,51 +156,76 @@ def plan_heads(
     return kept, without
 
 
+def plan_outputs(
+    config: RunConfig, layers: Sequence[int], sources: Sources
+) -> tuple[dict[int, Any], dict[int, str]]:
+    """What reads the heads of each layer, and why nothing does.
+
+    Raises DictionaryError for an output that was asked for and cannot be read as asked.
+    """
+    found: dict[int, Any] = {}
+    reasons: dict[int, str] = {}
+    for layer in layers:
+        hearing = [place for place in sources.outputs if place.hears(layer)]
+        if hearing:
+            found[layer] = sources.outputs[min(hearing)]
+            found[layer].check_read(config.read)
+            continue
+        implied = sources.bases.get(layer + 1)
+        if implied is None:
+            given = "no --output was given"
+            if sources.outputs:
+                given = f"none of the outputs is behind layer {layer}"
+            reasons[layer] = (
+                f"{given}, and layer {layer + 1} has no basis: add --output {layer + 1}=PATH "
+                "or --output unembed"
+            )
+            continue
+        try:
+            found[layer] = implied_output(implied, config.read)
+        except DictionaryError as error:
+            reasons[layer] = str(error)
+    return found, reasons
+
+
+def implied_output(basis: Any, read: str) -> Any:
+    """The basis of the next layer as an output that nobody asked for; DictionaryError says why it
+    is none."""
+    if basis.source.about.kind == "tokens":
+        raise DictionaryError("tokens read nothing")
+    if not hasattr(basis, "reads"):
+        raise DictionaryError(
+            "the basis of the next layer are transcoders of MLPs below it, which do not read it: "
+            "add --output, as PATH of the transcoders for each layer's own"
+        )
+    basis.check_read(read)
+    return basis.as_output(read) if hasattr(basis, "as_output") else basis
+
+
 def plan_layer(
-    config: RunConfig, model: LoadedModel, layer: int, heads: list[HeadId], sources: Sources
+    config: RunConfig,
+    model: LoadedModel,
+    layer: int,
+    heads: list[HeadId],
+    sources: Sources,
+    outputs: Mapping[int, Any],
+    reasons: Mapping[int, str],
 ) -> LayerPlan:
     """What one layer decomposes by, what reads it, and the facts of its mask and scores."""
-    order = distinct(sources)
-    later = [found for found in sources.outputs if found > layer]
-    reason, output = None, None
-    if later:
-        output = sources.outputs[min(later)]
-    elif layer + 1 in sources.bases:
-        output, reason = _implied(config, sources.bases[layer + 1])
-    else:
-        given = (
-            f"none of the outputs is behind layer {layer}"
-            if sources.outputs
-            else "no --output was given"
-        )
-        reason = (
-            f"{given}, and layer {layer + 1} has no basis: add --output {layer + 1}=PATH "
-            "or --output unembed"
-        )
+    output = outputs.get(layer)
     weights = model.family.head_weights(model.hf, layer)
+    unembed = output is not None and output.source.about.kind == "unembed"
     return LayerPlan(
         layer,
         [head.head for head in heads if head.layer == layer],
-        next(i for i, source in enumerate(order) if source is sources.bases[layer]),
-        None if output is None else next(i for i, source in enumerate(order) if source is output),
-        None if output is None else "unembed" if output.about.kind == "unembed" else config.read,
+        index_of(sources.bases[layer].source, sources),
+        None if output is None else index_of(output.source, sources),
+        None if output is None else "unembed" if unembed else config.read,
         config.outputs == "all" and output is not None,
-        reason,
+        reasons.get(layer),
         weights.window,
         weights.softcap,
     )
-
-
-def _implied(config: RunConfig, basis: Any) -> tuple[Any | None, str | None]:
-    """The basis of the next layer as an output that nobody asked for: left out, with the reason,
-    where it cannot be read."""
-    if basis.about.kind == "tokens":
-        return None, "tokens read nothing"
-    try:
-        basis.check_read(config.read)
-    except DictionaryError as error:
-        return None, str(error)
-    return basis, None
 
 
 def shape_of(
@@ -202,7 +245,7 @@ def shape_of(
         reads=max((slots[output] for output in outputs), default=0),
         features=max(source.about.n_features for source in sources),
         layers=len(plans),
-        sites=len({source.layer for source in sources}),
+        sites=len({site for source in sources for site in source.sites}),
     )
 
 

@@ -11,6 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from headattr.basis.component import Components
+from headattr.basis.rows import Matrix
 from headattr.changes import (
     AddFeature,
     AddVector,
@@ -37,7 +38,7 @@ class Planner:
     tokens: Int[Tensor, "pos"]
     bases: dict[int, Any]
     """By the layer whose resid_pre each decomposes."""
-    _found: dict[int, tuple[Components, Tensor]] = field(default_factory=dict)
+    _found: dict[int, tuple[Components, Matrix]] = field(default_factory=dict)
     _windows: dict[int, int | None] = field(default_factory=dict)
 
     def edits(self, changes: Sequence[Any]) -> list[ModelEdit]:
@@ -124,14 +125,15 @@ class Planner:
             )
         return parts.coefs[start + ids.index(feature)]
 
-    def _clean(self, layer: int) -> tuple[Components, Float[Tensor, "features d_model"]]:
+    def _clean(self, layer: int) -> tuple[Components, Matrix]:
         """Components of the unchanged stream, and the directions of their features."""
         if layer not in self._found:
-            prompt = capture(self.model, *pad([self.tokens.tolist()]), layers=[], sites=[layer])[0]
+            basis = self.bases[layer]
+            sites = [*basis.sites, *basis.source.sites]
+            prompt = capture(self.model, *pad([self.tokens.tolist()]), layers=[], sites=sites)[0]
             if isinstance(prompt, PromptError):
                 raise prompt
-            basis = self.bases[layer]
-            parts = basis.components(prompt, basis.active(prompt))
+            parts = basis.components(prompt, basis.source.active(prompt))
             self._found[layer] = parts, basis.directions
         return self._found[layer]
 

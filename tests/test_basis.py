@@ -152,7 +152,7 @@ def test_a_dictionary_in_memory_is_copied_and_neither_cast_nor_switched() -> Non
     sae = tiny.sae("jumprelu").to(torch.bfloat16).train()
     before = {name: tensor.clone() for name, tensor in sae.state_dict().items()}
     basis = from_object(sae, 1, **fit())
-    assert basis.sae.W_dec.dtype == torch.float64
+    assert basis.directions.dtype == torch.float64
     assert sae.training
     assert sae.W_dec.dtype == torch.bfloat16
     assert all(torch.equal(before[name], tensor) for name, tensor in sae.state_dict().items())
@@ -474,7 +474,7 @@ def test_the_site_has_had_other_names(key: str, tmp_path: Path) -> None:
     """V19 (b): and a renamed key is checked like the real one."""
     change = old_style(hook_name=None, architecture="standard", **{key: "layers.0"})
     folder = saved(tmp_path, tiny.sae("standard"), change=change)
-    assert load_sae(folder, 1, **fit()).config.hook_name == "layers.0"
+    assert load_sae(folder, 1, **fit()).coder.dictionary.hook_name == "layers.0"
     with pytest.raises(DictionaryError, match="1="):
         load_sae(folder, 2, **fit())
 

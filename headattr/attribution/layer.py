@@ -28,7 +28,7 @@ from headattr.attribution.qk import (
     value_pairs,
 )
 from headattr.attribution.sides import Side, project
-from headattr.attribution.task import Keep, LayerTask, swallow_attention
+from headattr.attribution.task import Keep, LayerTask, swallow_attention, written_by
 from headattr.errors import PromptError
 from headattr.kernels.pair_topk import batched
 from headattr.kernels.pair_topk.batched import PairTopK
@@ -108,7 +108,10 @@ class _Layer:
         self.length, device = len(task.kept.resid_pre), task.kept.resid_pre.device
         self.flagged = swallow_attention(task.kept.resid_pre)
         self.on_flagged = torch.from_numpy(self.flagged).to(device)
-        self.scale = task.weights.output_scale(task.kept.attn_out)
+        by_head = task.output is not None and task.output.block is not None
+        self.writes = written_by(task.weights, by_head=by_head)
+        self.block = task.output.block if by_head and task.output else task.kept.block
+        self.scale = self.writes.output_scale(task.kept.attn_out)
         self.output = (
             None if task.output is None else output_side(task.output, every=task.every_output)
         )
@@ -116,7 +119,7 @@ class _Layer:
         self.share_sums = np.zeros((len(task.heads), 4), np.float64)
         self.n_nonfinite, self.has_edges = 0, False
         self.blocks = self._blocks()
-        self.rebuilt = torch.zeros_like(prepared.components.sparse_sum)
+        self.rebuilt = torch.zeros_like(self.block, dtype=prepared.sigma.dtype)
 
     def stream(self, keep: Keep) -> LayerFacts:
         """Every head, its groups one after the other."""
@@ -144,11 +147,11 @@ class _Layer:
                     own, table = kept.V[:, group], None
                     if task.pushed_output is not None:
                         table = task.pushed_output.table(("output", head), self.output.used)
-                    ov = ov_head(weights, head, value, own, self.output, self.scale, table)
+                    ov = ov_head(self.writes, head, value, own, self.output, self.scale, table)
             for start in range(0, self.length, step := self.blocks.rows):
                 rows = _Rows(task, Q, K, start, min(start + step, self.length))
                 if value is not None:
-                    written = weights.written[head].to(exact)
+                    written = self.writes.written[head].to(exact)
                     self.rebuilt[start : rows.stop] += (
                         rows.pattern @ value.whole[: rows.stop] @ written
                     )
@@ -273,10 +276,9 @@ class _Layer:
         whole = None
         if self.output is not None:
             exact = self.rebuilt.dtype
-            constant = weights.block_constant(self.scale).to(exact)
-            rebuilt = self.rebuilt * self.scale[:, None].to(exact) + constant
-            block = task.kept.block
-            whole = as_numpy(block_completeness(rebuilt.to(block), block, self.output))
+            constant = self.writes.block_constant(self.scale).to(exact)
+            rebuilt = (self.rebuilt * self.scale[:, None].to(exact) + constant).to(self.block)
+            whole = as_numpy(block_completeness(rebuilt, self.block, self.output))
         return LayerFacts(
             layer=weights.layer,
             heads=np.array(task.heads, np.int32),

@@ -214,14 +214,12 @@ def block_completeness(
     features."""
     gap, size, rows = rebuilt - block, block.norm(dim=-1), output.reads.rows
     if output.every:
-        step = max(1, _CHUNK // max(1, len(rows)))
-        worst = [
-            relative(
-                (gap[i : i + step] @ rows.T).abs(), size[i : i + step, None] * output.norms
-            ).amax(1)
-            for i in range(0, len(gap), step)
-        ]
-        return torch.cat(worst)
+        found = block.new_zeros(len(block))
+        for ids in output.used.split(max(1, _CHUNK // max(len(block), rows.shape[1]))):
+            entry = (gap @ rows[ids].T).abs()
+            error = relative(entry, size[:, None] * output.norms[ids])
+            found = found.maximum(error.amax(1))
+        return found
     active, step = output.reads.active, max(1, _CHUNK // rows.shape[1])
     found = block.new_zeros(len(block))
     parts = (part.split(step) for part in (active.ids, active.positions, output.columns))

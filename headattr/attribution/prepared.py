@@ -9,6 +9,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from headattr.basis.component import Components
+from headattr.basis.rows import Matrix
 from headattr.model.head import HeadWeights, Norm
 
 _CHUNK = 1 << 17  # numbers of a temporary over active entries and d_model: a megabyte
@@ -28,7 +29,7 @@ class Prepared:
     """What all heads of a layer share for one prompt."""
 
     components: Components
-    directions: Float[Tensor, "features d_model"]
+    directions: Matrix
     """Of the whole dictionary."""
     used: Int[Tensor, "unique"]
     """The features that are active somewhere, ascending: the columns of a prompt's tables."""
@@ -63,7 +64,7 @@ class Prepared:
 def prepare(
     weights: HeadWeights,
     components: Components,
-    directions: Float[Tensor, "features d_model"],
+    directions: Matrix,
     resid_pre: Float[Tensor, "pos d_model"],
     memory: int = 1 << 28,
 ) -> Prepared:
@@ -81,7 +82,7 @@ def prepare(
 def _regrow(
     norm: Norm,
     components: Components,
-    directions: Float[Tensor, "features d_model"],
+    directions: Matrix,
     x: Float[Tensor, "pos d_model"],
     chunk: int,
 ) -> Float[Tensor, "active"]:

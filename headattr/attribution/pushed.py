@@ -6,6 +6,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from headattr.basis.rows import Matrix
 from headattr.model.head import HeadWeights
 
 _BLOCK = 256
@@ -19,7 +20,7 @@ class Pushed:
 
     def __init__(
         self,
-        rows: Float[Tensor, "features d_model"],
+        rows: Matrix,
         maps: Mapping[Hashable, Float[Tensor, "d_model d_head"]],
     ) -> None:
         """`maps`: the matrices by name; results have their type."""

@@ -17,8 +17,10 @@ import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
+from headattr.basis.rows import Matrix
 from headattr.errors import DictionaryError
 from headattr.model.capture import PromptCapture
+from headattr.model.sites import Site
 
 ACTIVATIONS = 1 << 26
 """Activations of a dictionary at once: a quarter of a gigabyte of float32."""
@@ -69,6 +71,16 @@ class ActiveFeatures:
         return out
 
 
+class Part(NamedTuple):
+    """One named component among several of its kind: the attention output of layer 3, the error of
+    an MLP."""
+
+    kind: str
+    """One of the named kinds."""
+    name: str
+    vectors: Float[Tensor, "pos d_model"]
+
+
 class Components(NamedTuple):
     """One prompt's residual stream at one site, written as a sum."""
 
@@ -84,6 +96,8 @@ class Components(NamedTuple):
     named: dict[str, Float[Tensor, "pos d_model"]]
     """float64; bias always, first: what the norm and the head's own biases add is counted with
     it."""
+    parts: tuple[Part, ...] = ()
+    """Of the named kinds that have several members, the members; they sum to their kind."""
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -97,13 +111,29 @@ class Reads(NamedTuple):
 
     active: ActiveFeatures
     """The output features to consider at each position; their own activations."""
-    rows: Float[Tensor, "features d_model"]
+    rows: Matrix
     scale: Float[Tensor, "active"]
     pos_scale: Float[Tensor, "pos"] | None
     """The scale of any feature at a position; None where it depends on the activation (decoder
     reads)."""
     read: str
     """encoder, decoder or unembed."""
+    block: Float[Tensor, "pos d"] | None = None
+    """None: what is read is what attention adds to the stream. Else the heads' outputs side by side
+    [pos, head * d_head], and rows are of that width."""
+
+
+class Source(Protocol):
+    """A dictionary in a run: which of its features are active where."""
+
+    about: "SourceInfo"
+    sites: tuple[Site, ...]
+    """What it encodes of a prompt; the residual site that says which positions count is the last of
+    its kind."""
+
+    def active(self, prompt: PromptCapture, numbers: int = ACTIVATIONS) -> ActiveFeatures:
+        """Which features are active where; at most `numbers` activations are there at once."""
+        ...
 
 
 class Basis(Protocol):
@@ -111,23 +141,32 @@ class Basis(Protocol):
 
     layer: int
     """The layer whose resid_pre it decomposes."""
-    directions: Float[Tensor, "features d_model"]
+    source: Source
+    """What says which features are active; layers of one dictionary share it."""
+    sites: tuple[Site, ...]
+    """What `components` needs of a prompt."""
+    directions: Matrix
     """What each feature writes, in model units."""
-    about: "SourceInfo"
-
-    def active(self, prompt: PromptCapture, numbers: int = ACTIVATIONS) -> ActiveFeatures:
-        """Which features are active where; at most `numbers` activations are there at once."""
-        ...
 
     def components(self, prompt: PromptCapture, active: ActiveFeatures) -> Components:
-        """The prompt's residual stream as a sum."""
+        """The prompt's residual stream as a sum; `active` is the source's, of which those that are
+        no part of this layer are left out."""
         ...
+
+
+class Output(Protocol):
+    """What reads what a head writes."""
+
+    place: "Place"
+    source: Source
+    sites: tuple[Site, ...]
+    """What `reads` needs of a prompt."""
 
     def reads(self, prompt: PromptCapture, active: ActiveFeatures, read: str) -> Reads:
-        """What the features read of the stream, as outputs."""
+        """What the features read of the stream."""
         ...
 
-    def read_rows(self, read: str) -> Float[Tensor, "features d_model"]:
+    def read_rows(self, read: str) -> Matrix:
         """The rows of `reads`, without their scale."""
         ...
 
@@ -136,12 +175,36 @@ class Basis(Protocol):
         ...
 
 
+class Place(NamedTuple):
+    """Where an output reads, in the order of the stream."""
+
+    layer: int
+    stage: int
+    """0 before the layer's attention, 1 its attention's output alone, 2 behind it, before the
+    MLP."""
+
+    def hears(self, layer: int) -> bool:
+        """Does what the heads of a layer write get there?"""
+        same = self.layer == layer and self.stage > 0
+        return same or (self.layer > layer and self.stage != 1)
+
+
+class Group(NamedTuple):
+    """Features of a source that one site's encoder makes; ids run through the groups in order."""
+
+    layer: int
+    site: str
+    features: int
+
+
 class SourceInfo(NamedTuple):
     """Where a basis or an output came from and what was assumed; stored with every run."""
 
     kind: str
-    """sae, tokens, plain or unembed."""
+    """sae, crosscoder, transcoders, transcoder, attention, tokens, plain or unembed."""
     layer: int
+    """The layer at whose input it decomposes or reads; of crosscoders and transcoder sets the
+    last."""
     name: str
     path: str | None
     n_features: int
@@ -151,6 +214,56 @@ class SourceInfo(NamedTuple):
     prepend_bos: bool | None
     labels: str | None
     """Path of a labels.jsonl, or None."""
+    groups: tuple[Group, ...] = ()
+    """Where the features of crosscoders and transcoder sets come from."""
+
+
+def merged(parts: Sequence[ActiveFeatures], counts: Sequence[int]) -> ActiveFeatures:
+    """The features of several dictionaries at the same positions; `counts`: features of each, ids
+    of the later ones begin behind those of the earlier."""
+    if len(parts) == 1:
+        return parts[0]
+    starts = [sum(counts[:i]) for i in range(len(counts))]
+    positions = torch.cat([part.positions for part in parts])
+    ids = torch.cat([part.ids + start for part, start in zip(parts, starts, strict=True)])
+    order = positions.argsort(stable=True)
+    ptr = torch.stack([part.ptr for part in parts]).sum(0)
+    return ActiveFeatures(ptr, ids[order], torch.cat([part.acts for part in parts])[order])
+
+
+def within(active: ActiveFeatures, start: int, stop: int) -> ActiveFeatures:
+    """The features whose ids are from `start` to `stop` - 1; ids stay as they are."""
+    inside = (active.ids >= start) & (active.ids < stop)
+    if bool(inside.all()):
+        return active
+    counts = torch.bincount(active.positions[inside], minlength=len(active.counts))
+    ptr = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+    return ActiveFeatures(ptr, active.ids[inside], active.acts[inside])
+
+
+def sparse_sum(
+    active: ActiveFeatures, coefs: Float[Tensor, "active"], directions: Matrix
+) -> Float[Tensor, "pos d"]:
+    """The sum of all features of each position, float64 where the device has it."""
+    length, width = len(active.counts), directions.shape[1]
+    exact = sum_dtype(coefs.device)
+    total = torch.zeros(length, width, dtype=exact, device=coefs.device)
+    most = max(1, int(active.counts.max())) if length else 1
+    step = max(1, _CHUNK // (most * width))
+    for start in range(0, length, step):
+        ptr = active.ptr[start : start + step + 1]
+        entries = slice(int(ptr[0]), int(ptr[-1]))
+        if entries.start == entries.stop:
+            continue
+        unique, inverse = active.ids[entries].unique(return_inverse=True)
+        total[start : start + step] = torch.nn.functional.embedding_bag(
+            inverse,
+            directions[unique].to(exact),
+            ptr[:-1] - ptr[0],
+            mode="sum",
+            per_sample_weights=coefs[entries].to(exact),
+        )
+    return total
 
 
 def active_by_parts(
@@ -201,29 +314,12 @@ def decompose(
     x: Float[Tensor, "pos d_model"],
     active: ActiveFeatures,
     scale: Float[Tensor, "pos"],
-    directions: Float[Tensor, "features d_model"],
+    directions: Matrix,
     bias: Float[Tensor, "pos d_model"],
 ) -> Components:
     """Features (activation times `scale`), bias and the error that makes their sum x."""
-    exact = sum_dtype(x.device)
     coefs = active.acts * scale[active.positions]
-    total = torch.zeros_like(x, dtype=exact)
-    most = max(1, int(active.counts.max())) if len(x) else 1
-    step = max(1, _CHUNK // (most * x.shape[1]))
-    for start in range(0, len(x), step):
-        ptr = active.ptr[start : start + step + 1]
-        entries = slice(int(ptr[0]), int(ptr[-1]))
-        if entries.start == entries.stop:
-            continue
-        unique, inverse = active.ids[entries].unique(return_inverse=True)
-        total[start : start + step] = torch.nn.functional.embedding_bag(
-            inverse,
-            directions[unique].to(exact),
-            ptr[:-1] - ptr[0],
-            mode="sum",
-            per_sample_weights=coefs[entries].to(exact),
-        )
-    bias = bias.to(exact)
-    return Components(
-        "feature", active, scale, coefs, total, {"bias": bias, "error": x.to(exact) - total - bias}
-    )
+    total = sparse_sum(active, coefs, directions)
+    bias = bias.to(total)
+    error = x.to(total) - total - bias
+    return Components("feature", active, scale, coefs, total, {"bias": bias, "error": error})

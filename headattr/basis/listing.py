@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from headattr.basis.formats.saelens import CONFIG, read_config
+from headattr.basis.formats.registry import formats, open_release
 from headattr.errors import HeadattrError
 from headattr.model.embedded import cache_folder, embedded_folder
 
@@ -13,10 +13,11 @@ def list_dictionaries() -> list[dict[str, Any]]:
     first."""
     roots = [embedded_folder(), cache_folder()]
     folders = [
-        path.parent
+        path
         for root in roots
         if root.is_dir()
-        for path in sorted(root.glob(f"*/*/{CONFIG}"))
+        for path in sorted(root.glob("*/*/"))
+        if any(known.matches(path) for known in formats())
     ]
     return [_row(folder) for folder in folders]
 
@@ -28,17 +29,21 @@ def _row(folder: Path) -> dict[str, Any]:
         "problem": None,
     }
     try:
-        config = read_config(folder)
+        release = open_release(folder)
     except HeadattrError as error:
         empty = dict.fromkeys(("site", "features", "activation", "d_model"))
         return {**row, **empty, "problem": str(error)}
-    activation = config.architecture + (f" k={config.fields['k']}" if "k" in config.fields else "")
+    first = release.dictionaries[0]
+    reads = [site for d in release.dictionaries for site in d.reads if site is not None]
+    site = first.hook_name if len(release.dictionaries) == 1 else None
+    if site is None and reads:
+        site = f"{release.kind} at {', '.join(map(str, dict.fromkeys(reads)))}"
     return {
         **row,
-        "site": config.hook_name,
-        "features": config.fields["d_sae"],
-        "activation": activation,
-        "d_model": config.fields["d_in"],
+        "site": site,
+        "features": release.features,
+        "activation": first.shown,
+        "d_model": first.d_in,
     }
 
 

@@ -3,18 +3,38 @@
 Whatever does not fit the model is refused before any forward pass.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from headattr.basis.attention import check_attention, load_attention_output
+from headattr.basis.component import Place
+from headattr.basis.crosscoder import (
+    CrosscoderAt,
+    check_crosscoder,
+    crosscoder_sites,
+    load_crosscoder,
+)
+from headattr.basis.dictionary import Release
 from headattr.basis.formats import saelens
+from headattr.basis.formats.registry import open_release
 from headattr.basis.plain import PlainDictionary, plain_basis
-from headattr.basis.sae import SaeBasis, check_fit, from_object, load_sae
+from headattr.basis.sae import SaeBasis, check_fit, residual_basis
 from headattr.basis.tokens import token_basis
+from headattr.basis.transcoders import (
+    TranscodersAt,
+    check_transcoders,
+    layer_of,
+    load_transcoder_output,
+    load_transcoders,
+)
 from headattr.basis.unembed import unembed_output
-from headattr.config import SourceSpec
+from headattr.config import EVERY_LAYER, SourceSpec
 from headattr.errors import DictionaryError, UsageError
 from headattr.model.load import LoadedModel
+from headattr.model.sites import Site
+
+Role = Literal["basis", "output"]
 
 
 class Sources(NamedTuple):
@@ -22,9 +42,8 @@ class Sources(NamedTuple):
 
     bases: dict[int, Any]
     """By the layer whose resid_pre each decomposes."""
-    outputs: dict[int, Any]
-    """By the layer at which each reads, n_layers being the last output; the unembedding comes after
-    all, at n_layers + 1."""
+    outputs: dict[Place, Any]
+    """By where each reads; the unembedding comes after all."""
 
 
 def declared_bos(sources: Iterable[Any]) -> dict[str, bool]:
@@ -36,68 +55,210 @@ def declared_bos(sources: Iterable[Any]) -> dict[str, bool]:
     }
 
 
-def check_files(specs: list[SourceSpec]) -> None:
-    """Look at every dictionary file before a model is loaded: whole, complete, of the right
-    site."""
+def check_files(specs: Sequence[SourceSpec], role: Role) -> list[SourceSpec]:
+    """Look at every dictionary file before a model is loaded: whole, complete, of the right site.
+
+    Gives the specs, one that names no layer as one for every layer that it has.
+    """
+    found: list[SourceSpec] = []
     for spec in specs:
-        if spec.kind == "sae" and isinstance(spec.target, Path):
-            check_fit(saelens.read_config(spec.target), spec.layer, None, str(spec.target))
+        if spec.kind != "sae" or not isinstance(spec.target, Path):
+            found.append(spec)
+            continue
+        release = open_release(spec.target)
+        if spec.layer == EVERY_LAYER:
+            layers = layers_of(release, role)
+            found += [spec._replace(layer=layer, spread=True) for layer in layers]
+        else:
+            check_release(release, spec.layer, role, None)
+            found.append(spec)
+    return found
 
 
-def load_sources(model: LoadedModel, basis: list[SourceSpec], output: list[SourceSpec]) -> Sources:
-    """Load all; the same dictionary given as basis and as output is one object."""
-    bases = {spec.layer: _load(model, spec, "basis") for spec in basis}
-    outputs: dict[int, Any] = {}
+def layers_of(release: Release, role: Role) -> list[int]:
+    """The layers for which a dictionary is a basis, or an output.
+
+    Raises DictionaryError where it does not say.
+    """
+    where, first = release.path or release.name, release.dictionaries[0].reads[0]
+    if release.kind == "crosscoder":
+        check_crosscoder(release, None)
+        return [site.layer for site in crosscoder_sites(release)]
+    if first is None:
+        raise DictionaryError(f"{where} does not name its site; say the layer: LAYER={where}")
+    if release.kind == "transcoders":
+        check_transcoders(release, None, None)
+        return [layer_of(d) + (role == "basis") for d in release.dictionaries]
+    check_release(release, first.layer, role, None)
+    return [first.layer]
+
+
+def check_release(release: Release, layer: int, role: Role, d_model: int | None) -> None:
+    """Refuse a dictionary that is no basis (or output) of a layer."""
+    where = release.path or release.name
+    if release.kind == "sae":
+        site = release.dictionaries[0].reads[0]
+        if role == "output" and site is not None and site.kind in ("z", "attn_out"):
+            check_attention(release.dictionaries[0], layer)
+        else:
+            check_fit(release.dictionaries[0], layer, d_model)
+        return
+    if release.kind == "crosscoder":
+        check_crosscoder(release, d_model)
+        layers = [site.layer for site in crosscoder_sites(release)]
+    else:
+        check_transcoders(release, d_model, None)
+        layers = [layer_of(d) for d in release.dictionaries]
+        if role == "basis" and layer > 0:
+            return
+    if layer not in layers:
+        what = "decomposes or reads the stream before" if release.kind == "crosscoder" else "has"
+        raise DictionaryError(f"{where} {what} layers {layers}; it was given for layer {layer}")
+
+
+def load_sources(
+    model: LoadedModel,
+    basis: list[SourceSpec],
+    output: list[SourceSpec],
+    *,
+    read: str = "encoder",
+    heads_apart: bool = False,
+) -> Sources:
+    """Load all; the same dictionary given as basis and as output, or for several layers, is one
+    object. `read`: how outputs will be read. `heads_apart`: for transcoders as basis."""
+    loader = _Loader(model, read, heads_apart)
+    bases = {}
+    loader.depths(basis)
+    for spec in basis:
+        if not (spec.spread and spec.layer >= len(model.layers)):
+            bases[spec.layer] = loader.basis(spec)
+    outputs: dict[Place, Any] = {}
     for spec in output:
-        twin = next((b for b, s in zip(bases.values(), basis, strict=True) if _same(s, spec)), None)
-        found = twin if twin is not None else _load(model, spec, "output")
-        outputs[found.layer + (spec.kind == "unembed")] = found
+        twin = next((bases[s.layer] for s in basis if _same(s, spec) and s.layer in bases), None)
+        found = twin if isinstance(twin, SaeBasis) else loader.output(spec)
+        place = found.place
+        if place in outputs:
+            raise UsageError(
+                f"--output: {found.about.name} and {outputs[place].about.name} read at the same "
+                "place; expected one"
+            )
+        outputs[place] = found
     return Sources(bases, outputs)
+
+
+class _Loader:
+    """Loads what is asked for, a dictionary that several layers share once."""
+
+    def __init__(self, model: LoadedModel, read: str, heads_apart: bool) -> None:
+        self.model, self.read, self.heads_apart = model, read, heads_apart
+        self.fit: dict[str, Any] = {
+            "d_model": model.d_model,
+            "dtype": model.dtype,
+            "device": model.device,
+        }
+        self._shared: dict[Any, Any] = {}
+        self._deepest: dict[Any, int] = {}
+
+    def depths(self, specs: Iterable[SourceSpec]) -> None:
+        """How deep each set of transcoders is asked for."""
+        for spec in specs:
+            if spec.layer < len(self.model.layers):
+                key = _key(spec)
+                self._deepest[key] = max(spec.layer, self._deepest.get(key, 0))
+
+    def basis(self, spec: SourceSpec) -> Any:
+        """A basis of one layer."""
+        self._check_layer(spec, "basis", len(self.model.layers) - 1)
+        if spec.kind == "tokens":
+            return token_basis(self.model)
+        if isinstance(spec.target, PlainDictionary):
+            return plain_basis(spec.target, spec.layer, **self.fit)
+        release = _release(spec, "basis")
+        check_release(release, spec.layer, "basis", self.model.d_model)
+        if release.kind == "crosscoder":
+            return self._crosscoder(spec, release)
+        if release.kind == "transcoders":
+            key = _key(spec)
+            if key not in self._shared:
+                self._shared[key] = load_transcoders(
+                    release, self.model, self._deepest[key], heads_apart=self.heads_apart
+                )
+            return TranscodersAt(self._shared[key], spec.layer)
+        return self._fitting(residual_basis(release, spec.layer, **self.fit))
+
+    def output(self, spec: SourceSpec) -> Any:
+        """An output at one layer."""
+        self._check_layer(spec, "output", len(self.model.layers))
+        if spec.kind == "unembed":
+            return unembed_output(self.model)
+        if isinstance(spec.target, PlainDictionary):
+            return plain_basis(spec.target, spec.layer, **self.fit)
+        release = _release(spec, "output")
+        check_release(release, spec.layer, "output", self.model.d_model)
+        if release.kind == "crosscoder":
+            return self._crosscoder(spec, release).as_output(self.read)
+        if release.kind == "transcoders":
+            return load_transcoder_output(release, spec.layer, self.model)
+        site = release.dictionaries[0].reads[0]
+        if site is not None and site.kind in ("z", "attn_out"):
+            return load_attention_output(release, spec.layer, self.model)
+        return self._fitting(residual_basis(release, spec.layer, **self.fit))
+
+    def _crosscoder(self, spec: SourceSpec, release: Release) -> CrosscoderAt:
+        key = _key(spec)
+        if key not in self._shared:
+            self._shared[key] = load_crosscoder(release, **self.fit)
+        return CrosscoderAt(self._shared[key], Site("resid_pre", spec.layer))
+
+    def _check_layer(self, spec: SourceSpec, role: str, highest: int) -> None:
+        if spec.layer > highest:
+            raise DictionaryError(
+                f"--{role} {spec.layer}=...: the model's layers are 0 to {highest}"
+            )
+
+    def _fitting(self, basis: SaeBasis) -> SaeBasis:
+        """Refuse what only the model shows: a centring that its norm does not have, a normed
+        site."""
+        model, name, dictionary = self.model, basis.about.name, basis.coder.dictionary
+        site = dictionary.hook_name or ""
+        norm = model.family.unembedding(model.hf).norm.kind
+        if dictionary.frame.centred and norm != "layer":
+            raise DictionaryError(
+                f"{name} says center_writing_weights, but {model.name} has RMSNorm, whose stream "
+                "TransformerLens never centres; expected a dictionary of a LayerNorm model, or "
+                "center_writing_weights = false in its configuration"
+            )
+        if basis.layer == len(model.layers) and site.startswith("hidden_states"):
+            raise DictionaryError(
+                f"{name}: {site} of a model of {basis.layer} layers lies behind the final norm; "
+                "expected the last block's output, "
+                f"blocks.{basis.layer - 1}.hook_resid_post"
+            )
+        return basis
+
+
+def _release(spec: SourceSpec, role: Role) -> Release:
+    """The dictionaries that a spec means, as files or in memory."""
+    target = spec.target
+    if isinstance(target, Path):
+        return open_release(target)
+    if isinstance(target, Release):
+        return target
+    if callable(getattr(getattr(target, "cfg", None), "architecture", None)):
+        return saelens.release_of(target)
+    raise UsageError(
+        f"--{role} at layer {spec.layer}: found a {type(target).__name__}; expected a "
+        "folder, a sae_lens.SAE, "
+        "a PlainDictionary or 'tokens'"
+    )
+
+
+def _key(spec: SourceSpec) -> Any:
+    """Of a dictionary, whatever the layer."""
+    return spec.target.resolve() if isinstance(spec.target, Path) else id(spec.target)
 
 
 def _same(one: SourceSpec, other: SourceSpec) -> bool:
     return one.layer == other.layer and (
         one.target is other.target or (one[:2] == other[:2] and one.target == other.target)
     )
-
-
-def _load(model: LoadedModel, spec: SourceSpec, role: Literal["basis", "output"]) -> Any:
-    n_layers = len(model.layers)
-    highest = n_layers - 1 if role == "basis" else n_layers
-    if spec.layer > highest:
-        raise DictionaryError(f"--{role} {spec.layer}=...: the model's layers are 0 to {highest}")
-    fit: dict[str, Any] = {"d_model": model.d_model, "dtype": model.dtype, "device": model.device}
-    if spec.kind == "tokens":
-        return token_basis(model)
-    if spec.kind == "unembed":
-        return unembed_output(model)
-    if isinstance(spec.target, PlainDictionary):
-        return plain_basis(spec.target, spec.layer, **fit)
-    if isinstance(spec.target, Path):
-        return _fitting(load_sae(spec.target, spec.layer, **fit), model)
-    if callable(getattr(getattr(spec.target, "cfg", None), "architecture", None)):
-        return _fitting(from_object(spec.target, spec.layer, **fit), model)
-    raise UsageError(
-        f"--{role} at layer {spec.layer}: found a {type(spec.target).__name__}; expected a "
-        "folder, a sae_lens.SAE, "
-        "a PlainDictionary or 'tokens'"
-    )
-
-
-def _fitting(basis: SaeBasis, model: LoadedModel) -> SaeBasis:
-    """Refuse what only the model shows: a centring that its norm does not have, a normed site."""
-    name, site = basis.about.name, basis.config.hook_name or ""
-    norm = model.family.unembedding(model.hf).norm.kind
-    if basis.config.centred and norm != "layer":
-        raise DictionaryError(
-            f"{name} says center_writing_weights, but {model.name} has RMSNorm, whose stream "
-            "TransformerLens never centres; expected a dictionary of a LayerNorm model, or "
-            "center_writing_weights = false in its configuration"
-        )
-    if basis.layer == len(model.layers) and site.startswith("hidden_states"):
-        raise DictionaryError(
-            f"{name}: {site} of a model of {basis.layer} layers lies behind the final norm; "
-            "expected the last block's output, "
-            f"blocks.{basis.layer - 1}.hook_resid_post"
-        )
-    return basis

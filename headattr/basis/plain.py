@@ -11,6 +11,7 @@ from headattr.basis.component import (
     ACTIVATIONS,
     ActiveFeatures,
     Components,
+    Place,
     Reads,
     SourceInfo,
     active_by_parts,
@@ -20,6 +21,7 @@ from headattr.basis.component import (
 from headattr.errors import DictionaryError
 from headattr.model.capture import PromptCapture
 from headattr.model.load import hash_tensors
+from headattr.model.sites import Site
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,21 @@ class PlainBasis:
     bias: Float[Tensor, "d_model"]
     activations: Sequence[Tensor]
     about: SourceInfo
+
+    @property
+    def sites(self) -> tuple[Site, ...]:
+        """What it needs of a prompt."""
+        return (Site("resid_pre", self.layer),)
+
+    @property
+    def place(self) -> Place:
+        """Where it reads."""
+        return Place(self.layer, 0)
+
+    @property
+    def source(self) -> "PlainBasis":
+        """Itself."""
+        return self
 
     def active(self, prompt: PromptCapture, numbers: int = ACTIVATIONS) -> ActiveFeatures:
         """The activations that were handed in for this prompt."""

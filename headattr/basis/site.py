@@ -1,33 +1,66 @@
-"""Which layer's resid_pre a hook name means; anything else is refused by name."""
+"""Which site a hook name means; anything else is refused by name."""
 
 import re
 
 from headattr.errors import DictionaryError
+from headattr.model.sites import Site, SiteKind
 
+_HF = r"(?:model\.)?(?:language_model\.)?(?:transformer\.|gpt_neox\.)?(?:layers|h|blocks)\.(\d+)"
 _BLOCK_INPUT = re.compile(
-    r"^(?:blocks\.(\d+)\.hook_resid_pre|hidden_states\[(\d+)\]|hidden_states\.(\d+)|"
-    r"(?:model\.|transformer\.|gpt_neox\.)?(?:layers|h)\.(\d+)\.input)$"
+    rf"^(?:blocks\.(\d+)\.hook_resid_pre|hidden_states\[(\d+)\]|hidden_states\.(\d+)|{_HF}\.input)$"
 )
-_BLOCK_OUTPUT = re.compile(
-    r"^(?:blocks\.(\d+)\.hook_resid_post|"
-    r"(?:model\.|transformer\.|gpt_neox\.)?(?:layers|h|blocks)\.(\d+)(?:\.output)?)$"
+_BLOCK_OUTPUT = re.compile(rf"^(?:blocks\.(\d+)\.hook_resid_post|{_HF}(?:\.output)?)$")
+_INSIDE: dict[str, SiteKind] = {
+    "hook_resid_mid": "resid_mid",
+    "hook_attn_out": "attn_out",
+    "attn.hook_z": "z",
+    "hook_mlp_out": "mlp_out",
+    "mlp.hook_out": "mlp_out",
+    "mlp.hook_in": "mlp_in",
+    "hook_mlp_in": "mlp_in",
+    "ln2.hook_normalized": "mlp_normed",
+    "self_attn.o_proj.input": "z",
+    "mlp.input": "mlp_in",
+    "pre_feedforward_layernorm.output": "mlp_in",
+    "post_feedforward_layernorm.output": "mlp_out",
+}
+_IN_BLOCK = re.compile(rf"^(?:blocks\.(\d+)|{_HF})\.(.+)$")
+_KNOWN = (
+    "blocks.N.hook_resid_pre, blocks.N.hook_resid_post, layers.N (a block's output), "
+    "hidden_states[N], blocks.N.hook_resid_mid, blocks.N.hook_attn_out, blocks.N.attn.hook_z, "
+    "blocks.N.mlp.hook_in, blocks.N.ln2.hook_normalized or blocks.N.hook_mlp_out"
 )
+
+
+def site_of(hook_name: str) -> Site:
+    """The site of a hook's name, as TransformerLens, sparsify or Hugging Face write it; the output
+    of block N is resid_pre of N + 1.
+
+    Raises DictionaryError for every other name.
+    """
+    if match := _BLOCK_INPUT.match(hook_name):
+        return Site("resid_pre", int(next(group for group in match.groups() if group)))
+    if match := _BLOCK_OUTPUT.match(hook_name):
+        return Site("resid_pre", int(next(group for group in match.groups() if group)) + 1)
+    match = _IN_BLOCK.match(hook_name)
+    if match and match.group(3) in _INSIDE:
+        return Site(_INSIDE[match.group(3)], int(match.group(1) or match.group(2)))
+    raise DictionaryError(f"the dictionary's site is {hook_name!r}; expected {_KNOWN}")
 
 
 def resid_pre_layer(hook_name: str) -> int:
-    """The layer whose resid_pre the site is: the output of block N is resid_pre of N + 1.
+    """The layer whose resid_pre the site is.
 
     Raises DictionaryError for every other site (attention or MLP outputs, resid_mid, hook_z, ...).
     """
-    if match := _BLOCK_INPUT.match(hook_name):
-        return int(next(group for group in match.groups() if group))
-    if match := _BLOCK_OUTPUT.match(hook_name):
-        return int(next(group for group in match.groups() if group)) + 1
-    raise DictionaryError(
-        f"the dictionary's site is {hook_name!r}; expected the residual stream between blocks: "
-        "blocks.N.hook_resid_pre, blocks.N.hook_resid_post, layers.N (a block's output) or "
-        "hidden_states[N]"
-    )
+    site = site_of(hook_name)
+    if site.kind != "resid_pre":
+        raise DictionaryError(
+            f"the dictionary's site is {hook_name!r}; expected the residual stream between blocks: "
+            "blocks.N.hook_resid_pre, blocks.N.hook_resid_post, layers.N (a block's output) or "
+            "hidden_states[N]"
+        )
+    return site.layer
 
 
 def check_site(hook_name: str, layer: int, where: str) -> None:

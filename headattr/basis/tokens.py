@@ -14,6 +14,7 @@ from headattr.errors import DictionaryError
 from headattr.model.capture import PromptCapture
 from headattr.model.family import Embedding
 from headattr.model.load import LoadedModel
+from headattr.model.sites import Site
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,16 @@ class TokenBasis:
     embedding: Embedding
     about: SourceInfo
     layer: int = 0
+
+    @property
+    def sites(self) -> tuple[Site, ...]:
+        """What it needs of a prompt."""
+        return (Site("resid_pre", 0),)
+
+    @property
+    def source(self) -> "TokenBasis":
+        """Itself."""
+        return self
 
     @property
     def directions(self) -> Float[Tensor, "features d_model"]:

@@ -12,10 +12,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from headattr.basis.component import ACTIVATIONS, ActiveFeatures, Reads, SourceInfo, joined
+from headattr.basis.component import ACTIVATIONS, ActiveFeatures, Place, Reads, SourceInfo, joined
 from headattr.model.capture import PromptCapture
 from headattr.model.family import Unembedding
 from headattr.model.load import LoadedModel
+from headattr.model.sites import Site
 
 N_PREDICTED = 16
 """A position's active tokens: the model's strongest predictions, and the token that follows."""
@@ -28,6 +29,21 @@ class UnembedOutput:
     layer: int
     unembedding: Unembedding
     about: SourceInfo
+
+    @property
+    def sites(self) -> tuple[Site, ...]:
+        """What it needs of a prompt."""
+        return (Site("resid_pre", self.layer),)
+
+    @property
+    def place(self) -> Place:
+        """Behind all heads."""
+        return Place(self.layer + 1, 0)
+
+    @property
+    def source(self) -> "UnembedOutput":
+        """Itself."""
+        return self
 
     @cached_property
     def rows(self) -> Float[Tensor, "vocab d_model"]:

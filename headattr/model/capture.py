@@ -5,14 +5,14 @@ its query, key and value vectors (after biases, norms and rotary), its scale and
 pattern, and hooks keep the residual stream. Nothing here knows a family.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from headattr.errors import HeadattrError, PromptError, ProofError
+from headattr.errors import DictionaryError, HeadattrError, PromptError, ProofError
 from headattr.model.forward import (
     Enough,
     eager_in_blocks,
@@ -22,8 +22,9 @@ from headattr.model.forward import (
     run_model,
     scale_of,
 )
-from headattr.model.head import Rotary
+from headattr.model.head import Norm, Rotary
 from headattr.model.load import LoadedModel
+from headattr.model.sites import Site
 
 CHECKED_ROWS = 8
 ATTENTION_NUMBERS = 1 << 28
@@ -59,6 +60,35 @@ class PromptCapture(NamedTuple):
     resid: dict[int, Float[Tensor, "pos d_model"]]
     """The residual stream at the asked sites: key L is resid_pre of layer L, n_layers the last
     output."""
+    inside: dict[Site, Float[Tensor, "pos d"]] = {}  # noqa: RUF012 - a NamedTuple's, never changed
+    """The other sites that were asked for."""
+
+    def at(self, site: Site) -> Float[Tensor, "pos d"]:
+        """What was captured at a site."""
+        return self.resid[site.layer] if site.kind == "resid_pre" else self.inside[site]
+
+
+def check_sites(model: LoadedModel, sites: Iterable[Site]) -> None:
+    """Raises DictionaryError for a site that the model does not have, or whose module headattr does
+    not know."""
+    n_layers = len(model.layers)
+    for site in sorted(sites):
+        most = n_layers if site.kind == "resid_pre" else n_layers - 1
+        if not 0 <= site.layer <= most:
+            raise DictionaryError(
+                f"there is no site {site}: the model has {n_layers} layers, so that it lies "
+                f"between 0 and {most}"
+            )
+        if site.kind not in ("resid_pre", "attn_out", "z") and model.family.mlp is None:
+            raise DictionaryError(
+                f"{site}: headattr does not know the MLP of {model.family.name}; expected a family "
+                "that names it"
+            )
+        if site.kind == "resid_mid" and model.family.parallel(model.config):
+            raise DictionaryError(
+                f"{site}: in {model.name} attention and MLP read the same stream side by side; "
+                "there is no stream between them"
+            )
 
 
 def pad(
@@ -84,7 +114,7 @@ def capture(
     mask: Bool[Tensor, "batch pos"],
     *,
     layers: Sequence[int],
-    sites: Sequence[int] = (),
+    sites: Sequence[int | Site] = (),
     rows: int | None = CHECKED_ROWS,
     ids_in_run: Sequence[int] | None = None,
     numbers: int = ATTENTION_NUMBERS,
@@ -92,12 +122,15 @@ def capture(
     """Run the model on a padded batch; one result a prompt, in order, without padding.
 
     `ids_in_run` are the prompts' ids, by default 0, 1, ... `layers`: whose
-    attention is kept. `sites`: whose residual stream is kept (n_layers: the last output). `rows`:
+    attention is kept. `sites`: what else is kept; a number is a residual site (n_layers: the last
+    output). Raises DictionaryError for a site that the model does not have. `rows`:
     how many rows of the pattern to keep, the last among them; None keeps all. `numbers`: of an
     attention matrix that are there at once; a longer one is computed some queries at a time. A
     prompt with a non-finite value comes back as a PromptError. The batch may be padded on either
     side, not inside.
     """
+    wanted = {Site("resid_pre", site) if isinstance(site, int) else site for site in sites}
+    check_sites(model, wanted)
     spans = [_span(row, index) for index, row in enumerate(mask)]
     ids_in_run = range(len(spans)) if ids_in_run is None else ids_in_run
     if len(spans) > 1 and rotary_depends_on_length(model):
@@ -117,7 +150,7 @@ def capture(
         ]
     kept = _rows_of(spans, ids.shape[1], rows)
     tap = _Tap(frozenset(layers), kept.to(model.device), numbers)
-    _forward(model, ids, mask, tap, frozenset(sites))
+    _forward(model, ids, mask, tap, frozenset(wanted))
     resid = tap.resid
     results: list[PromptCapture | PromptError] = []
     for index, span in enumerate(spans):
@@ -125,7 +158,8 @@ def capture(
             ids_in_run[index],
             ids[index, span].to(model.device),
             {layer: _layer_of(tap, layer, resid[layer], index, span, kept) for layer in layers},
-            {site: resid[site][index, span] for site in sites},
+            {s.layer: resid[s.layer][index, span] for s in wanted if s.kind == "resid_pre"},
+            {s: tap.inside[s][index, span] for s in wanted if s.kind != "resid_pre"},
         )
         results.append(_non_finite(result) or result)
     return results
@@ -162,6 +196,9 @@ class _Tap:
         self.found: dict[int, dict[str, Any]] = {}
         """By layer: Q, K, V, scale, pattern, rotary, attn_out, block."""
         self.resid: dict[int, Tensor] = {}
+        self.inside: dict[Site, Tensor] = {}
+        self.keeps_z: frozenset[int] = frozenset()
+        """The layers whose heads' outputs are kept."""
 
     def __call__(
         self,
@@ -177,6 +214,8 @@ class _Tap:
         output, pattern = eager_in_blocks(
             eager, module, query, key, value, mask, rows=self.rows, numbers=self.numbers, **kwargs
         )
+        if module.layer_idx in self.keeps_z:
+            self.inside[Site("z", module.layer_idx)] = output.flatten(2)
         if module.layer_idx in self.layers:
             scale = scale_of(query, kwargs)
             self.keep(module.layer_idx, Q=query, K=key, V=value, scale=scale, pattern=pattern)
@@ -188,9 +227,12 @@ class _Tap:
 
 
 def _forward(
-    model: LoadedModel, ids: Tensor, mask: Tensor, tap: _Tap, sites: frozenset[int]
+    model: LoadedModel, ids: Tensor, mask: Tensor, tap: _Tap, wanted: frozenset[Site]
 ) -> None:
     modules, layers = model.layers, tap.layers
+    sites = {site.layer for site in wanted if site.kind == "resid_pre"}
+    inside = {site for site in wanted if site.kind != "resid_pre"}
+    tap.keeps_z = frozenset(site.layer for site in inside if site.kind == "z")
     with listening(model, tap) as stack:
 
         def before(module: Any, hook: Any) -> None:
@@ -208,12 +250,48 @@ def _forward(
             before(attention, _keep_rotary(tap, layer))
             after(attention, _keep_found(tap, layer, "attn_out"))
             after(model.family.added(modules[layer]), _keep_found(tap, layer, "block"))
-        last = max(layers | sites)
-        if last in layers:
+        for site in inside:
+            _listen_inside(model, tap, site, before, after)
+        ends = layers | {site.layer for site in inside}
+        last = max(ends | sites)
+        if last in ends:
             after(modules[last], _enough)
         elif last < len(modules):
             before(modules[last], _enough)
         run_model(model, ids, mask)
+
+
+def _listen_inside(model: LoadedModel, tap: _Tap, site: Site, before: Any, after: Any) -> None:
+    """Keep what passes one site inside a layer."""
+    block, family = model.layers[site.layer], model.family
+    if site.kind == "z":
+        return  # the tap keeps it
+    if site.kind == "attn_out":
+        after(family.added(block), _keep_inside(tap, site))
+        return
+    assert family.mlp is not None
+    mlp = family.mlp(block)
+    if site.kind == "mlp_out":
+        after(mlp.added, _keep_inside(tap, site))
+        return
+    unscaled = Norm(mlp.norm.kind, torch.ones_like(mlp.norm.gain), None, mlp.norm.eps)
+    norm = unscaled if site.kind == "mlp_normed" else None
+    before(mlp.module if site.kind == "mlp_in" else mlp.norm_module, _keep_given(tap, site, norm))
+
+
+def _keep_inside(tap: _Tap, site: Site) -> Any:
+    def hook(module: Any, args: Any, output: Any) -> None:
+        tap.inside[site] = first_of(output)
+
+    return hook
+
+
+def _keep_given(tap: _Tap, site: Site, norm: Any) -> Any:
+    def hook(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        x = args[0] if args else kwargs["hidden_states"]
+        tap.inside[site] = x if norm is None else norm(x)
+
+    return hook
 
 
 def _enough(*_: Any) -> None:
@@ -296,4 +374,7 @@ def _non_finite(result: PromptCapture) -> PromptError | None:
     for site, value in sorted(result.resid.items()):
         if not value.isfinite().all():
             return PromptError(f"non-finite activations: residual stream before layer {site}")
+    for site, value in sorted(result.inside.items()):
+        if not value.isfinite().all():
+            return PromptError(f"non-finite activations: {site}")
     return None

@@ -27,6 +27,17 @@ class Embedding(NamedTuple):
     W_pos: Float[Tensor, "n_ctx d_model"] | None = None
 
 
+class Mlp(NamedTuple):
+    """The modules of a layer's MLP and the norm before it."""
+
+    norm_module: nn.Module
+    norm: Norm
+    module: nn.Module
+    """What is given the normed stream."""
+    added: nn.Module
+    """The module whose output is added to the stream: the MLP, or the norm behind it."""
+
+
 class Unembedding(NamedTuple):
     """How logits leave it, before any cap: logits = norm(x) @ W_U.T + b_U."""
 
@@ -61,6 +72,10 @@ class Family:
     head_weights: Callable[[Any, int], HeadWeights]
     embedding: Callable[[Any], Embedding]
     unembedding: Callable[[Any], Unembedding]
+    mlp: Callable[[Any], Mlp] | None = None
+    """Of a layer; None: dictionaries of MLPs are refused."""
+    parallel: Callable[[Any], bool] = lambda config: False
+    """Do attention and MLP read the same stream, side by side?"""
 
 
 @cache

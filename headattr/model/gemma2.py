@@ -3,7 +3,7 @@ other layer, a scale that is not d_head^-1/2, scaled embeddings."""
 
 from typing import Any
 
-from headattr.model.family import Embedding
+from headattr.model.family import Embedding, Mlp
 from headattr.model.head import HeadWeights, Norm
 from headattr.model.llama import decoder_family, decoder_weights
 
@@ -17,6 +17,12 @@ def gemma_embedding(model: Any) -> Embedding:
     """Token embeddings times sqrt(d_model), as the model itself multiplies them: a copy."""
     tokens = model.model.embed_tokens
     return Embedding(tokens.weight.detach() * tokens.embed_scale.to(tokens.weight))
+
+
+def gemma_mlp(block: Any) -> Mlp:
+    """An MLP with a norm before and behind it."""
+    norm = block.pre_feedforward_layernorm
+    return Mlp(norm, gemma_norm(norm), block.mlp, block.post_feedforward_layernorm)
 
 
 def refuse_bidirectional(config: Any) -> str | None:
@@ -48,4 +54,5 @@ FAMILY = decoder_family(
     refuse=refuse_bidirectional,
     added=lambda block: block.post_attention_layernorm,
     embedding=gemma_embedding,
+    mlp=gemma_mlp,
 )

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from headattr.model.gemma2 import gemma_embedding, gemma_norm, refuse_bidirectional
+from headattr.model.gemma2 import gemma_embedding, gemma_mlp, gemma_norm, refuse_bidirectional
 from headattr.model.head import HeadWeights
 from headattr.model.llama import decoder_family, decoder_weights
 
@@ -31,4 +31,5 @@ FAMILY = decoder_family(
     refuse=refuse_bidirectional,
     added=lambda block: block.post_attention_layernorm,
     embedding=gemma_embedding,
+    mlp=gemma_mlp,
 )

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from einops import rearrange
 
-from headattr.model.family import Embedding, Family, Unembedding
+from headattr.model.family import Embedding, Family, Mlp, Unembedding
 from headattr.model.head import HeadWeights, Norm
 
 
@@ -73,4 +73,5 @@ FAMILY = Family(
     head_weights=_head_weights,
     embedding=_embedding,
     unembedding=_unembedding,
+    mlp=lambda block: Mlp(block.ln_2, _norm(block.ln_2), block.mlp, block.mlp),
 )

@@ -7,7 +7,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from headattr.model.family import Embedding, Family, Unembedding
+from headattr.model.family import Embedding, Family, Mlp, Unembedding
 from headattr.model.head import HeadWeights, Norm
 
 
@@ -64,6 +64,9 @@ def decoder_family(
         "embedding": lambda model: Embedding(model.model.embed_tokens.weight.detach()),
         "unembedding": lambda model: Unembedding(
             norm(model.model.norm), model.lm_head.weight.detach()
+        ),
+        "mlp": lambda block: Mlp(
+            block.post_attention_layernorm, norm(block.post_attention_layernorm), block.mlp, block.mlp
         ),
     }
     return Family(

@@ -6,7 +6,7 @@ from typing import Any
 from einops import rearrange
 from torch import Tensor
 
-from headattr.model.family import Embedding, Family, Unembedding
+from headattr.model.family import Embedding, Family, Mlp, Unembedding
 from headattr.model.head import HeadWeights, Norm
 
 
@@ -53,4 +53,11 @@ FAMILY = Family(
     unembedding=lambda model: Unembedding(
         _norm(model.gpt_neox.final_layer_norm), model.lm_head.weight.detach()
     ),
+    mlp=lambda block: Mlp(
+        block.post_attention_layernorm,
+        _norm(block.post_attention_layernorm),
+        block.mlp,
+        block.mlp,
+    ),
+    parallel=lambda config: config.use_parallel_residual,
 )

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 from headattr.errors import HeadattrError
 
@@ -11,6 +12,13 @@ _TORCH_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "b
 def check_safetensors(path: Path) -> set[str]:
     """The types of the tensors in `path`, as torch names them; raises HeadattrError with both
     sizes if it is not whole."""
+    found = {str(entry["dtype"]) for entry in safetensors_header(path).values()}
+    return {_TORCH_NAMES.get(name, name) for name in found}
+
+
+def safetensors_header(path: Path) -> dict[str, dict[str, Any]]:
+    """Tensor name -> {"dtype", "shape", "data_offsets"} of a whole file; raises HeadattrError with
+    both sizes if it is not whole."""
     actual = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -21,7 +29,8 @@ def check_safetensors(path: Path) -> set[str]:
         try:
             header = json.loads(file.read(length))
             tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
-            types = {str(entry["dtype"]) for entry in tensors.values()}
+            if not all("dtype" in entry and "shape" in entry for entry in tensors.values()):
+                raise KeyError
             required = 8 + length + max((e["data_offsets"][1] for e in tensors.values()), default=0)
         except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
             raise HeadattrError(
@@ -33,4 +42,4 @@ def check_safetensors(path: Path) -> set[str]:
             "appended to; "
             "copy it again"
         )
-    return {_TORCH_NAMES.get(name, name) for name in types}
+    return tensors

@@ -5,17 +5,22 @@ and a missing k into 100; what is missing and harmless is assumed aloud, what is
 harmless is refused.
 """
 
-import json
 import math
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from headattr.basis.component import check_numbers
-from headattr.errors import DictionaryError, HeadattrError
+from headattr.basis.dictionary import Activation, Dictionary, Frame, Release, Tensors
+from headattr.basis.formats.files import check_file, json_object, labels_of, oriented, shapes_of, tensors_of
+from headattr.basis.formats.registry import Format
+from headattr.basis.site import site_of
+from headattr.errors import DictionaryError
 from headattr.model.load import hash_tensors
-from headattr.model.weights_file import check_safetensors
+from headattr.model.sites import Site
 
-PER_TOKEN = ("standard", "gated", "topk", "abstopk", "jumprelu", "matching_pursuit")
+SAES = ("standard", "gated", "topk", "abstopk", "jumprelu", "matching_pursuit")
+TRANSCODERS = ("transcoder", "skip_transcoder", "jumprelu_transcoder", "jumprelu_skip_transcoder")
+PER_TOKEN = SAES + TRANSCODERS
 WEIGHTS, CONFIG, SCALER = "sae_weights.safetensors", "cfg.json", "activation_scaler.json"
 _RENAMED = {
     "hook_point": "hook_name",
@@ -38,7 +43,20 @@ _ACTIVATIONS = {
     "topk": ("relu", "topk"),
     "abstopk": ("abstopk",),
     "matching_pursuit": (),
+    "transcoder": ("relu",),
+    "skip_transcoder": ("relu",),
+    "jumprelu_transcoder": ("relu", "jumprelu"),
+    "jumprelu_skip_transcoder": ("relu", "jumprelu"),
 }
+_EXPECTED = {
+    "gated": ("W_enc", "W_dec", "b_dec", "b_gate", "b_mag", "r_mag"),
+    "matching_pursuit": ("W_dec", "b_dec"),
+    "jumprelu": ("W_enc", "W_dec", "b_dec", "b_enc", "threshold"),
+    "jumprelu_transcoder": ("W_enc", "W_dec", "b_dec", "b_enc", "threshold"),
+    "skip_transcoder": ("W_enc", "W_dec", "b_dec", "b_enc", "W_skip"),
+    "jumprelu_skip_transcoder": ("W_enc", "W_dec", "b_dec", "b_enc", "threshold", "W_skip"),
+}
+_PLAIN = ("W_enc", "W_dec", "b_dec", "b_enc")
 
 
 class SaeConfig(NamedTuple):
@@ -48,11 +66,15 @@ class SaeConfig(NamedTuple):
     fields: dict[str, Any]
     """What sae_lens' config class takes."""
     hook_name: str | None
+    hook_name_out: str | None
     prepend_bos: bool | None
     input_scale: float
     """What the input is multiplied by before encoding (expected_average_only_in), else 1."""
     centred: bool
     """Trained on a stream whose mean was removed."""
+    has_layout: bool
+    """Does the file say, by a version or a key, that W_dec is [d_sae, d_in]?"""
+    trained_on: str | None
     assumed: tuple[str, ...]
 
 
@@ -61,15 +83,84 @@ def read_config(folder: Path) -> SaeConfig:
     path = folder / CONFIG
     if not path.is_file():
         raise DictionaryError(f"{folder} is not a SAELens folder: it has no {CONFIG}")
-    if not (folder / WEIGHTS).is_file():
-        found = ", ".join(sorted(p.name for p in folder.iterdir()))
-        raise DictionaryError(f"{folder} has no {WEIGHTS} (found: {found})")
-    raw = _json_object(path)
-    try:
-        check_safetensors(folder / WEIGHTS)
-    except HeadattrError as error:
-        raise DictionaryError(str(error)) from error
-    return interpret(raw, path, _scaler(folder))
+    check_file(folder / WEIGHTS)
+    return interpret(json_object(path), path, _scaler(folder))
+
+
+def read_release(folder: Path) -> Release:
+    """The dictionary of a folder."""
+    config = read_config(folder)
+    fields, stored = config.fields, shapes_of(folder / WEIGHTS).get("W_dec")
+    if stored == (fields["d_in"], fields["d_sae"]) and fields["d_in"] != fields["d_sae"]:
+        note = f"W_dec is stored as [d_in, d_sae] = {stored} and is turned"
+        config = config._replace(assumed=(*config.assumed, note))
+
+    def read() -> tuple[Tensors, str]:
+        state = tensors_of(folder / WEIGHTS)
+        said = (folder / CONFIG).read_text(encoding="utf-8"), repr(config.input_scale)
+        digest = hash_tensors(state.items(), *said)
+        return arranged(config, state, str(folder)), digest
+
+    return _release(config, read, folder.name, str(folder), labels_of(folder))
+
+
+def release_of(sae: Any) -> Release:
+    """A `sae_lens.SAE` in memory, as it is now: a copy."""
+    raw = sae.cfg.to_dict() if hasattr(sae.cfg, "to_dict") else dict(vars(sae.cfg))
+    metadata = raw.get("metadata")
+    raw["metadata"] = (
+        metadata if isinstance(metadata, dict) else dict(vars(metadata) if metadata else {})
+    )
+    raw["architecture"] = sae.cfg.architecture()
+    name = type(sae).__name__
+    config = interpret(raw, Path(name))._replace(has_layout=True)
+    state = {key: tensor.detach().clone() for key, tensor in sae.state_dict().items()}
+    settings = (sorted(config.fields.items()), config.input_scale, config.centred)
+    digest = hash_tensors(state.items(), repr(settings))
+    return _release(config, lambda: (arranged(config, state, name), digest), name, None, None)
+
+
+def _release(
+    config: SaeConfig,
+    read: Callable[[], tuple[Tensors, str]],
+    name: str,
+    path: str | None,
+    labels: str | None,
+) -> Release:
+    fields, hook = config.fields, config.hook_name
+    site = None if hook is None else site_of(hook)
+    is_transcoder = config.architecture in TRANSCODERS
+    out = site
+    if is_transcoder and config.hook_name_out is not None:
+        out = site_of(config.hook_name_out)
+    elif is_transcoder and site is not None:
+        out = Site("mlp_out", site.layer)
+    dictionary = Dictionary(
+        name=name,
+        path=path,
+        format=FORMAT.name,
+        architecture=config.architecture,
+        activation=Activation(_KINDS[config.architecture], fields.get("k")),
+        reads=(site,),
+        writes=(out,),
+        d_in=fields["d_in"],
+        d_out=fields.get("d_out", fields["d_in"]),
+        features=fields["d_sae"],
+        read=read,
+        frame=Frame(
+            config.input_scale,
+            fields["normalize_activations"],
+            config.centred,
+            fields["apply_b_dec_to_input"],
+            undone=not is_transcoder,
+        ),
+        hook_name=hook,
+        prepend_bos=config.prepend_bos,
+        trained_on=config.trained_on,
+        assumed=config.assumed,
+        labels=labels,
+    )
+    return Release("transcoders" if is_transcoder else "sae", name, path, (dictionary,))
 
 
 def interpret(raw: dict[str, Any], where: Path, scaler: float | None = None) -> SaeConfig:
@@ -82,16 +173,17 @@ def interpret(raw: dict[str, Any], where: Path, scaler: float | None = None) -> 
         if old in cfg and cfg.get(new) is None:
             cfg[new] = cfg.pop(old)
     assumed = []
-    for key, value in _DEFAULTS.items():
+    architecture = _architecture(cfg, where)
+    defaults = _DEFAULTS | {"apply_b_dec_to_input": architecture not in TRANSCODERS}
+    for key, value in defaults.items():
         if cfg.get(key) is None:
             cfg[key] = value
             assumed.append(f"{key} = {value} (not in {where.name})")
-    architecture = _architecture(cfg, where)
     if cfg.get("architecture") is None:
         assumed.append(
             f"architecture = {architecture} (from the activation {cfg['activation_fn']!r})"
         )
-    _refuse_other_maps(cfg, where)
+    _refuse_other_maps(cfg, architecture, where)
     if cfg.get("hook_name") is None:
         assumed.append(f"site = the layer asked for ({where.name} names none)")
     fields = {key: cfg[key] for key in ("d_in", "d_sae", "apply_b_dec_to_input")}
@@ -101,6 +193,8 @@ def interpret(raw: dict[str, Any], where: Path, scaler: float | None = None) -> 
         fields["rescale_acts_by_decoder_norm"] = bool(
             cfg.get("rescale_acts_by_decoder_norm", False)
         )
+    if architecture in TRANSCODERS:
+        fields["d_out"] = cfg["d_out"]
     if architecture == "matching_pursuit":
         keys = ("residual_threshold", "max_iterations", "stop_on_duplicate_support")
         fields |= {key: cfg[key] for key in keys if key in cfg}
@@ -112,56 +206,88 @@ def interpret(raw: dict[str, Any], where: Path, scaler: float | None = None) -> 
         architecture,
         fields,
         cfg.get("hook_name"),
+        cfg.get("hook_name_out"),
         bos if isinstance(bos, bool) else None,
         scale,
         centred,
+        cfg.get("sae_lens_version") is not None or cfg.get("layout") == "features_first",
+        trained_positions(cfg),
         tuple(assumed),
     )
 
 
-def load_weights(folder: Path, config: SaeConfig, dtype: Any, device: Any) -> tuple[Any, str]:
-    """The sae_lens SAE of a folder, in `dtype`, and the hash of its tensors and configuration."""
+def trained_positions(cfg: Mapping[str, Any]) -> str | None:
+    """Which positions a dictionary was trained on, in words, if its configuration says."""
+    said = []
+    if (part := cfg.get("seqpos_slice")) and any(bound is not None for bound in part):
+        said.append(f"positions {part}")
+    if (left_out := cfg.get("exclude_special_tokens")) and left_out is not False:
+        said.append(f"without special tokens ({left_out})")
+    if cfg.get("context_size"):
+        said.append(f"contexts of {cfg['context_size']} tokens")
+    return ", ".join(said) or None
+
+
+def arranged(config: SaeConfig, state: dict[str, Any], where: str) -> Tensors:
+    """The tensors of a file in headattr's layout; `where` names it in errors."""
     import torch
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
 
-    try:
-        state = load_file(folder / WEIGHTS)
-    except SafetensorError as error:
-        raise DictionaryError(f"{folder / WEIGHTS} cannot be read: {error}") from error
-    digest = hash_tensors(
-        state.items(), (folder / CONFIG).read_text(encoding="utf-8"), repr(config.input_scale)
-    )
-    check_numbers(state, str(folder))
-    state = {name: tensor.to(device, dtype) for name, tensor in state.items()}
+    state = dict(state)
     factor = state.pop("scaling_factor", state.pop("finetuning_scaling_factor", None))
-    if factor is not None and not torch.equal(factor, torch.ones_like(factor)):
-        fits = "W_dec" in state and factor.shape == state["W_dec"].shape[:1]
-        if not fits or config.architecture not in ("standard", "gated", "jumprelu"):
-            raise DictionaryError(
-                f"{folder} has finetuned scaling factors of shape {tuple(factor.shape)} on a "
-                f"{config.architecture} dictionary; expected none, or one a feature on a "
-                "standard, gated or jumprelu dictionary"
-            )
-        state["W_dec"] = state["W_dec"] * factor[:, None]
-    return build(config, state, folder, dtype, device), digest
-
-
-def build(config: SaeConfig, state: dict[str, Any], where: Path, dtype: Any, device: Any) -> Any:
-    """A sae_lens SAE from its meaning and its tensors."""
-    from sae_lens.registry import SAE_CLASS_REGISTRY
-
-    sae_class, config_class = SAE_CLASS_REGISTRY[config.architecture]
-    fields = {**config.fields, "dtype": str(dtype).removeprefix("torch."), "device": str(device)}
-    sae = sae_class(config_class(**fields))
-    sae.process_state_dict_for_loading(state)
-    expected = {name: tuple(tensor.shape) for name, tensor in sae.state_dict().items()}
-    found = {name: tuple(tensor.shape) for name, tensor in state.items()}
-    if found != expected:
+    if factor is not None and torch.equal(factor, torch.ones_like(factor)):
+        factor = None
+    fields, kind = config.fields, config.architecture
+    d_in, features, d_out = fields["d_in"], fields["d_sae"], fields.get("d_out", fields["d_in"])
+    if factor is not None and (
+        tuple(factor.shape) != (features,) or kind not in ("standard", "gated", "jumprelu")
+    ):
         raise DictionaryError(
-            f"{where}: a {config.architecture} dictionary has tensors {_listed(expected)}; "
+            f"{where} has finetuned scaling factors of shape {tuple(factor.shape)} on a "
+            f"{kind} dictionary; expected none, or one a feature on a "
+            "standard, gated or jumprelu dictionary"
+        )
+    shapes = {
+        "W_enc": (d_in, features),
+        "W_dec": (features, d_out),
+        "b_dec": (d_out,),
+        "W_skip": (d_out, d_in),
+    }
+    expected = {key: shapes.get(key, (features,)) for key in _EXPECTED.get(kind, _PLAIN)}
+    if kind == "matching_pursuit":
+        state.pop("W_enc", None)
+    for key in {"W_enc", "W_dec"} & state.keys() & expected.keys():
+        state[key] = oriented(state[key], expected[key], f"{where}: {key}", config.has_layout)
+    found = {key: tuple(tensor.shape) for key, tensor in state.items()}
+    scalar = {"threshold": ()} if found.get("threshold") == () else {}
+    if found != expected | scalar:
+        raise DictionaryError(
+            f"{where}: a {kind} dictionary has tensors {_listed(expected)}; "
             f"found {_listed(found)}"
         )
+    pursued = kind == "matching_pursuit"
+    used = not pursued or fields["apply_b_dec_to_input"]
+    return Tensors(
+        W_enc=() if pursued else (state["W_enc"].T,),
+        b_enc=state.get("b_mag", state.get("b_enc")),
+        W_dec=(state["W_dec"],),
+        b_dec=(state["b_dec"] if used else None,),
+        threshold=state.get("threshold"),
+        b_gate=state.get("b_gate"),
+        r_mag=state.get("r_mag"),
+        factor=factor,
+        by_norm=bool(fields.get("rescale_acts_by_decoder_norm", False)),
+        W_skip=state["W_skip"].T if "W_skip" in state else None,
+        pursuit=_pursuit(fields, state) if pursued else None,
+    )
+
+
+def _pursuit(fields: dict[str, Any], state: dict[str, Any]) -> Any:
+    """sae_lens' own matching pursuit."""
+    from sae_lens.registry import SAE_CLASS_REGISTRY
+
+    sae_class, config_class = SAE_CLASS_REGISTRY["matching_pursuit"]
+    dtype = str(state["W_dec"].dtype).removeprefix("torch.")
+    sae = sae_class(config_class(**fields, dtype=dtype, device="cpu"))
     sae.load_state_dict(state)
     return sae.eval()
 
@@ -204,9 +330,10 @@ def _architecture(cfg: dict[str, Any], where: Path) -> str:
     return architecture
 
 
-def _refuse_other_maps(cfg: dict[str, Any], where: Path) -> None:
-    """Refuse widths, sites and reshapings that are not one dictionary on one residual stream."""
-    for key in ("d_in", "d_sae"):
+def _refuse_other_maps(cfg: dict[str, Any], architecture: str, where: Path) -> None:
+    """Refuse widths, sites and reshapings that are not one dictionary of one site."""
+    is_transcoder = architecture in TRANSCODERS
+    for key in ("d_in", "d_sae", *(["d_out"] if is_transcoder else [])):
         if not _is_count(cfg.get(key)):
             raise DictionaryError(
                 f"{where} has no integer {key!r}; expected the dictionary's width"
@@ -216,13 +343,20 @@ def _refuse_other_maps(cfg: dict[str, Any], where: Path) -> None:
             f"{where}: apply_b_dec_to_input is {cfg['apply_b_dec_to_input']!r}; expected true or "
             "false"
         )
+    if is_transcoder and cfg["apply_b_dec_to_input"]:
+        raise DictionaryError(
+            f"{where}: apply_b_dec_to_input is true on a transcoder, whose b_dec lives at its "
+            "output; expected false"
+        )
+    if cfg["reshape_activations"] == "hook_z" and str(cfg.get("hook_name")).endswith("hook_z"):
+        cfg["reshape_activations"] = "none"  # heads side by side, as headattr keeps them
     if cfg["reshape_activations"] not in ("none", None):
         raise DictionaryError(
             f"{where}: reshape_activations is {cfg['reshape_activations']!r}; expected none"
         )
     if not isinstance(cfg.get("hook_name"), str | None):
         raise DictionaryError(f"{where}: hook_name is {cfg['hook_name']!r}; expected a string")
-    if cfg.get("hook_name_out") not in (None, cfg.get("hook_name")):
+    if not is_transcoder and cfg.get("hook_name_out") not in (None, cfg.get("hook_name")):
         raise DictionaryError(
             f"{where} reads {cfg.get('hook_name')!r} and writes {cfg['hook_name_out']!r}; "
             "expected a dictionary that reconstructs what it reads"
@@ -283,17 +417,27 @@ def _scaler(folder: Path) -> float | None:
     path = folder / SCALER
     if not path.is_file():
         return None
-    factor = _json_object(path).get("scaling_factor")
+    factor = json_object(path).get("scaling_factor")
     if factor is not None and type(factor) not in (int, float):
         raise DictionaryError(f"{path}: scaling_factor is {factor!r}; expected a number")
     return factor
 
 
-def _json_object(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise DictionaryError(f"{path} is not JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise DictionaryError(f"{path} holds a JSON {type(found).__name__}; expected an object")
-    return found
+_KINDS: dict[str, Any] = {
+    "standard": "relu",
+    "gated": "gated",
+    "topk": "topk",
+    "abstopk": "abstopk",
+    "jumprelu": "jumprelu",
+    "matching_pursuit": "matching_pursuit",
+    "transcoder": "relu",
+    "skip_transcoder": "relu",
+    "jumprelu_transcoder": "jumprelu",
+    "jumprelu_skip_transcoder": "jumprelu",
+}
+FORMAT = Format(
+    "saelens",
+    lambda path: (path / WEIGHTS).is_file(),
+    read_release,
+    f"a folder with {CONFIG} and {WEIGHTS}",
+)

@@ -1,0 +1,82 @@
+"""The formats that headattr reads: every module of this package that has a FORMAT is one; a third
+party adds one with an entry point in the group `headattr.formats` that names a `Format`."""
+
+import importlib
+import pkgutil
+from collections.abc import Callable
+from functools import cache
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import NamedTuple
+
+from headattr.basis.dictionary import Release
+from headattr.errors import DictionaryError
+
+
+class Format(NamedTuple):
+    """One file format."""
+
+    name: str
+    matches: Callable[[Path], bool]
+    """Does a path look like it, by the names of its files (and keys of its configuration, where two
+    formats share names)? At most one format may say yes."""
+    read: Callable[[Path], Release]
+    """Its dictionaries, from configurations and headers alone. Raises DictionaryError."""
+    files: str
+    """What it looks like, in words."""
+
+
+@cache
+def formats() -> tuple[Format, ...]:
+    """Every known format, by name."""
+    package = importlib.import_module("headattr.basis.formats")
+    found = [
+        module.FORMAT
+        for info in pkgutil.iter_modules(package.__path__)
+        if hasattr(
+            module := importlib.import_module(f"headattr.basis.formats.{info.name}"), "FORMAT"
+        )
+    ]
+    found += [entry.load() for entry in entry_points(group="headattr.formats")]
+    return tuple(sorted(found))
+
+
+def open_release(path: Path) -> Release:
+    """The dictionaries of a folder (or of the folders in it, where they are transcoders that belong
+    together), whatever their format.
+
+    Raises DictionaryError where no format fits, or more than one.
+    """
+    if not path.exists():
+        raise DictionaryError(f"{path} does not exist; expected the folder of a dictionary")
+    fitting = [known for known in formats() if known.matches(path)]
+    if len(fitting) > 1:
+        names = " and ".join(known.name for known in fitting)
+        raise DictionaryError(f"{path} looks like {names}; expected the files of one format")
+    if fitting:
+        return fitting[0].read(path)
+    inside = sorted(path.iterdir()) if path.is_dir() else []
+    parts = [part for part in inside if part.is_dir() and any(k.matches(part) for k in formats())]
+    if not parts:
+        known = "; ".join(f"{known.name}: {known.files}" for known in formats())
+        listed = ", ".join(part.name for part in inside[:8]) or "nothing"
+        raise DictionaryError(f"{path} is no dictionary (found {listed}); expected {known}")
+    return _together(path, [open_release(part) for part in parts])
+
+
+def _together(path: Path, releases: list[Release]) -> Release:
+    """Transcoders in folders side by side are one set."""
+    if any(release.kind != "transcoders" for release in releases):
+        found = ", ".join(f"{release.name} ({release.kind})" for release in releases)
+        raise DictionaryError(
+            f"{path} holds several dictionaries: {found}; expected one (give its own folder), or a "
+            "set of transcoders"
+        )
+    dictionaries = [d for release in releases for d in release.dictionaries]
+    unplaced = [d.name for d in dictionaries if d.reads[0] is None]
+    if unplaced:
+        raise DictionaryError(
+            f"{path}: {', '.join(unplaced)} does not name its site; expected a hook_name each"
+        )
+    dictionaries.sort(key=lambda d: d.reads[0].layer if d.reads[0] else -1)
+    return Release("transcoders", path.name, str(path), tuple(dictionaries))
