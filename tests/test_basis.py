@@ -550,7 +550,7 @@ REFUSED: dict[str, tuple[str, Callable[[dict[str, Any]], Any], str]] = {
         "constant_scalar_rescale",
     ),
     "temporal": ("standard", lambda c: c.update(architecture="temporal"), "'temporal'"),
-    "transcoder": ("standard", lambda c: c.update(architecture="transcoder"), "'transcoder'"),
+    "transcoder": ("standard", lambda c: c.update(architecture="transcoder"), "'d_out'"),
     "unknown architecture": ("standard", lambda c: c.update(architecture="vqvae"), "'vqvae'"),
     "hook_z reshaping": (
         "standard",
@@ -645,7 +645,7 @@ def test_the_store_says_which_activation_ran_and_how_many_were_active(tmp_path: 
         ("jumprelu", lambda s: s.pop("threshold"), "threshold 40"),
         ("standard", lambda s: s.update(extra=torch.ones(3)), "extra 3"),
         ("jumprelu", lambda s: s.update(threshold=torch.ones(1)), "threshold 1"),
-        ("standard", lambda s: s.update(W_dec=s["W_dec"].T.contiguous()), "W_dec 24x40"),
+        ("standard", lambda s: s.update(W_dec=s["W_dec"][:, :23].contiguous()), "W_dec 40x23"),
         ("standard", lambda s: s.update(W_enc=s["W_enc"][:, :39].contiguous()), "W_enc 24x39"),
         ("topk", lambda s: s.update(b_dec=torch.ones(23)), "b_dec 23"),
         ("gated", lambda s: s.pop("r_mag"), "r_mag 40"),
@@ -724,7 +724,7 @@ def test_appended_bytes_and_other_formats_are_refused(tmp_path: Path) -> None:
     path.write_bytes(b"PK\x03\x04" + bytes(400))
     _refused_before_loading({1: folder}, str(path), tmp_path / "out")
     path.unlink()
-    _refused_before_loading({1: folder}, "has no sae_weights.safetensors", tmp_path / "out")
+    _refused_before_loading({1: folder}, "is no dictionary .found cfg.json", tmp_path / "out")
 
 
 def test_a_header_that_lies_about_its_tensors_is_refused(tmp_path: Path) -> None:
@@ -739,7 +739,7 @@ def test_a_header_that_lies_about_its_tensors_is_refused(tmp_path: Path) -> None
 
 def test_a_folder_without_a_configuration_and_a_missing_folder_are_refused(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    _refused_before_loading({1: tmp_path / "empty"}, "has no cfg.json", tmp_path / "out")
+    _refused_before_loading({1: tmp_path / "empty"}, "is no dictionary", tmp_path / "out")
     _refused_before_loading({1: tmp_path / "nowhere"}, "nowhere is not a folder", tmp_path / "out")
 
 
@@ -841,8 +841,12 @@ def test_the_last_residual_stream_is_an_output_but_no_basis(tmp_path: Path) -> N
     assert row.ov.block_completeness <= 1e-5
 
 
-@pytest.mark.parametrize("kind", ["temporal", "transcoder"])
-def test_a_dictionary_in_memory_of_another_kind_is_refused(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "said"), [("temporal", "'temporal'"), ("transcoder", "expected the input of an MLP")]
+)
+def test_a_dictionary_in_memory_of_another_kind_is_refused(
+    kind: str, said: str, tmp_path: Path
+) -> None:
     from sae_lens.registry import SAE_CLASS_REGISTRY
 
     sae_class, config_class = SAE_CLASS_REGISTRY[kind]
@@ -852,7 +856,7 @@ def test_a_dictionary_in_memory_of_another_kind_is_refused(kind: str, tmp_path: 
         else {"d_out": 24, "apply_b_dec_to_input": False}
     )
     sae = sae_class(config_class(d_in=24, d_sae=40, **fields))
-    with pytest.raises(DictionaryError, match=f"'{kind}'"):
+    with pytest.raises(DictionaryError, match=said):
         headattr.attribute(tiny.gpt2(), {1: sae}, [[1, 2, 3]], tmp_path / "out")
 
 

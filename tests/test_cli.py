@@ -308,7 +308,7 @@ BAD: dict[str, tuple[Callable[[Path], list[str]], int, str]] = {
     "no cfg.json": (lambda p: arguments(p, basis=f"1={p / 'model'}"), 1, "cfg.json"),
     "another width": (lambda p: arguments(p, basis=f"1={p / 'narrow'}"), 1, "width 16"),
     "another site": (lambda p: arguments(p, basis=f"2={p / 'sae1'}"), 1, "use 1="),
-    "no layer": (lambda p: arguments(p, basis=str(p / "sae1")), 2, "expected layer=PATH"),
+    "no layer": (lambda p: arguments(p, basis=str(p / "sae8")), 2, "expected layer=PATH"),
     "a layer twice": (
         lambda p: arguments(p, basis=[f"1={p / 'sae1'}", f"1={p / 'sae1'}"]),
         2,

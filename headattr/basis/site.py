@@ -26,9 +26,10 @@ _INSIDE: dict[str, SiteKind] = {
 }
 _IN_BLOCK = re.compile(rf"^(?:blocks\.(\d+)|{_HF})\.(.+)$")
 _KNOWN = (
-    "blocks.N.hook_resid_pre, blocks.N.hook_resid_post, layers.N (a block's output), "
-    "hidden_states[N], blocks.N.hook_resid_mid, blocks.N.hook_attn_out, blocks.N.attn.hook_z, "
-    "blocks.N.mlp.hook_in, blocks.N.ln2.hook_normalized or blocks.N.hook_mlp_out"
+    "the residual stream between blocks (blocks.N.hook_resid_pre, blocks.N.hook_resid_post, "
+    "layers.N, hidden_states[N]), attention's output (blocks.N.hook_attn_out, "
+    "blocks.N.attn.hook_z), what an MLP reads (blocks.N.mlp.hook_in, blocks.N.ln2.hook_normalized, "
+    "blocks.N.hook_resid_mid) or writes (blocks.N.hook_mlp_out)"
 )
 
 

@@ -60,10 +60,12 @@ def labels_of(folder: Path) -> str | None:
 def oriented(tensor: Any, expected: tuple[int, int], what: str, has_layout: bool) -> Any:
     """A matrix as [rows, columns] of `expected`, turned where it is stored the other way around.
 
-    Raises DictionaryError for a square one whose format does not say which way it is stored.
+    Raises DictionaryError for a square one, not the same both ways, whose file does not say which
+    way it is stored.
     """
     found = tuple(tensor.shape)
-    if expected[0] == expected[1] == (found[0] if found else None) and not has_layout:
+    square = found == expected and expected[0] == expected[1]
+    if square and not has_layout and not bool((tensor == tensor.T).all()):
         raise DictionaryError(
             f"{what} is square ({found[0]}x{found[0]}), so that its layout cannot be told from its "
             'shape; expected a configuration that says it: "layout": "features_first" for W_dec '

@@ -253,8 +253,6 @@ def arranged(config: SaeConfig, state: dict[str, Any], where: str) -> Tensors:
         "W_skip": (d_out, d_in),
     }
     expected = {key: shapes.get(key, (features,)) for key in _EXPECTED.get(kind, _PLAIN)}
-    if kind == "matching_pursuit":
-        state.pop("W_enc", None)
     for key in {"W_enc", "W_dec"} & state.keys() & expected.keys():
         state[key] = oriented(state[key], expected[key], f"{where}: {key}", config.has_layout)
     found = {key: tuple(tensor.shape) for key, tensor in state.items()}
