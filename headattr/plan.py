@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from headattr.basis.component import SourceInfo
+from headattr.basis.component import Place, SourceInfo
 from headattr.basis.load import Sources, declared_bos, load_sources
 from headattr.budget import Shape, widest_layer
 from headattr.config import RunConfig, canonical_hash
@@ -57,9 +57,7 @@ def make_run(config: RunConfig, inputs: Inputs, *, every_layer: bool = True) -> 
         inputs.model, tokenizer=inputs.tokenizer, device=config.device, dtype=config.dtype
     )
     apart = config.attention == "heads"
-    sources = load_sources(
-        model, inputs.basis, inputs.output, read=config.read, heads_apart=apart
-    )
+    sources = load_sources(model, inputs.basis, inputs.output, read=config.read, heads_apart=apart)
     heads, skipped = plan_heads(config, model, sources)
     outputs, reasons = plan_outputs(config, sorted({h.layer for h in heads}), sources)
     sources = sources._replace(outputs={found.place: found for found in outputs.values()})
@@ -171,6 +169,13 @@ def plan_outputs(
             found[layer] = sources.outputs[min(hearing)]
             found[layer].check_read(config.read)
             continue
+        beside = sources.outputs.get(Place(layer, 0))
+        if beside is not None and beside.source.about.kind == "transcoder":
+            raise DictionaryError(
+                f"--output {layer}={beside.source.about.path or beside.source.about.name}: in this "
+                "model attention and MLP read the same stream side by side, so that the transcoder "
+                f"of layer {layer} does not read this attention; expected an output behind it"
+            )
         implied = sources.bases.get(layer + 1)
         if implied is None:
             given = "no --output was given"
@@ -193,7 +198,7 @@ def implied_output(basis: Any, read: str) -> Any:
     is none."""
     if basis.source.about.kind == "tokens":
         raise DictionaryError("tokens read nothing")
-    if not hasattr(basis, "reads"):
+    if not hasattr(basis, "check_read"):
         raise DictionaryError(
             "the basis of the next layer are transcoders of MLPs below it, which do not read it: "
             "add --output, as PATH of the transcoders for each layer's own"

@@ -28,7 +28,7 @@ from headattr.attribution.qk import (
     value_pairs,
 )
 from headattr.attribution.sides import Side, project
-from headattr.attribution.task import Keep, LayerTask, swallow_attention, written_by
+from headattr.attribution.task import Keep, LayerTask, swallow_attention
 from headattr.errors import PromptError
 from headattr.kernels.pair_topk import batched
 from headattr.kernels.pair_topk.batched import PairTopK
@@ -108,9 +108,9 @@ class _Layer:
         self.length, device = len(task.kept.resid_pre), task.kept.resid_pre.device
         self.flagged = swallow_attention(task.kept.resid_pre)
         self.on_flagged = torch.from_numpy(self.flagged).to(device)
-        by_head = task.output is not None and task.output.block is not None
-        self.writes = written_by(task.weights, by_head=by_head)
-        self.block = task.output.block if by_head and task.output else task.kept.block
+        heads = None if task.output is None else task.output.block
+        self.writes = task.weights.writes if heads is None else task.weights.side_by_side
+        self.block = task.kept.block if heads is None else heads
         self.scale = self.writes.output_scale(task.kept.attn_out)
         self.output = (
             None if task.output is None else output_side(task.output, every=task.every_output)
@@ -133,7 +133,7 @@ class _Layer:
 
     def _group(self, group: int, heads: list[int], asked: list[int], keep: Keep) -> None:
         """The heads that share one key and value head."""
-        task, kept, weights = self.task, self.task.kept, self.task.weights
+        task, kept, _weights = self.task, self.task.kept, self.task.weights
         exact = self.prepared.sigma.dtype
         K = kept.K[:, group].to(exact)
         key = self._side("key", group) if asked else None
@@ -263,6 +263,7 @@ class _Layer:
                 every=task.every_output,
                 d_head=task.weights.W_Q.shape[-1],
                 kinds=len(components.kinds),
+                parts=len(components.parts),
                 topk=task.topk,
                 top_marginals=task.top_marginals,
                 rank=task.rank,
@@ -283,6 +284,7 @@ class _Layer:
             layer=weights.layer,
             heads=np.array(task.heads, np.int32),
             kinds=task.components.kinds,
+            parts=tuple((part.kind, part.name) for part in task.components.parts),
             n_nonfinite=self.n_nonfinite,
             flagged=self.flagged,
             sink_share=self.sink_share,

@@ -36,6 +36,8 @@ class Projected:
     """Of the features; 0 behind each position's last."""
     kinds: Float[Tensor, "pos kind d_head"]
     """float64."""
+    parts: Float[Tensor, "pos part d_head"]
+    """float64; members of the kinds that have several."""
     constant: Float[Tensor, "pos d_head"]
     """The part of the bias that no change of the stream scales: norm bias and b_Q (b_K, b_V)."""
     regrow: Float[Tensor, "pos slot"]
@@ -80,6 +82,7 @@ class Side:
     """Directions through the weights: before coefficients, norm and rotation."""
     plain_kinds: Float[Tensor, "pos kind d_head"]
     """Before norm and rotation."""
+    plain_parts: Float[Tensor, "pos part d_head"]
     plain_constant: Float[Tensor, "d_head"]
     norm: Norm | None
     rotary: Rotary | None
@@ -93,6 +96,11 @@ class Side:
     def kinds(self) -> Float[Tensor, "pos kind d_head"]:
         """The kinds of every position, as the head sees them."""
         return self._seen(self.plain_kinds, None)
+
+    @cached_property
+    def parts(self) -> Float[Tensor, "pos part d_head"]:
+        """The members of kinds, as the head sees them."""
+        return self._seen(self.plain_parts, None)
 
     @cached_property
     def whole(self) -> Float[Tensor, "pos d_head"]:
@@ -129,6 +137,7 @@ class Side:
             active.counts[positions],
             columns,
             self.kinds[positions],
+            self.parts[positions],
             self._seen(constant, positions),
             regrow,
             self._head_regrow(index, inside, positions),
@@ -206,12 +215,15 @@ def project(
     W, parts = weights.folded[side][head], prepared.components
     kinds = torch.stack([part @ W for part in (parts.sparse_sum, *parts.named.values())], 1)
     kinds /= prepared.sigma[:, None, None]
+    members = kinds.new_zeros(len(kinds), len(parts.parts), kinds.shape[2])
+    for i, part in enumerate(parts.parts):
+        members[:, i] = part.vectors.to(kinds) @ W / prepared.sigma[:, None]
     constant = weights.constants[side][head].to(kinds)
     kinds[:, parts.kinds.index("bias")] += constant
     if rotary is not None:
         rotary = None if side == "value" else Rotary(rotary.cos.to(kinds), rotary.sin.to(kinds))
     table = prepared.pushed(W) if table is None else table
-    return Side(prepared, table, kinds, constant, weights.head_norm(side), rotary)
+    return Side(prepared, table, kinds, members, constant, weights.head_norm(side), rotary)
 
 
 def _without(

@@ -173,7 +173,8 @@ class Coder:
         """Activations that depend on a feature's own pre-activation alone."""
         kind = self.dictionary.activation.kind
         if kind == "gated":
-            assert self._gain is not None and self.b_enc is not None
+            assert self._gain is not None
+            assert self.b_enc is not None
             rows = self.W_enc[0][some] * self._gain[some, None]
             return (us[0] @ rows.T + self.b_enc[some]).relu() * (pre > 0)
         if kind == "relu":

@@ -25,7 +25,6 @@ from headattr.basis.component import (
     SourceInfo,
     decompose,
     merged,
-    sparse_sum,
     within,
 )
 from headattr.basis.dictionary import Frame, Release
@@ -162,8 +161,8 @@ class CrosscoderAt:
 
 @dataclass(frozen=True)
 class CrosscoderOutput:
-    """A crosscoder at one site as output: the features whose encoder reads it, or with decoder reads
-    all that write it."""
+    """A crosscoder at one site as output: the features whose encoder reads it, or with decoder
+    reads all that write it."""
 
     at: CrosscoderAt
     read: str
@@ -257,7 +256,7 @@ def check_crosscoder(release: Release, d_model: int | None) -> None:
                 f"{where} reads or writes {', '.join(odd)}; expected a crosscoder of the residual "
                 "stream between blocks"
             )
-        if d.frame != Frame():
+        if d.frame._replace(undone=True) != Frame():
             raise DictionaryError(
                 f"{where}: a crosscoder whose input is normalised ({d.frame}) is not built; "
                 "expected scales that are folded into its weights, site by site"

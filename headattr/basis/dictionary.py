@@ -90,7 +90,7 @@ class Dictionary:
     features: int
     read: Callable[[], tuple[Tensors, str]]
     """Its tensors, and a hash of them and of all that changes a number. Raises DictionaryError."""
-    frame: Frame = Frame()
+    frame: Frame = Frame()  # noqa: RUF009 - a constant
     hook_name: str | None = None
     """The site it reads, as its file writes it."""
     prepend_bos: bool | None = None

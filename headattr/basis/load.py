@@ -109,7 +109,12 @@ def check_release(release: Release, layer: int, role: Role, d_model: int | None)
     else:
         check_transcoders(release, d_model, None)
         layers = [layer_of(d) for d in release.dictionaries]
-        if role == "basis" and layer > 0:
+        if role == "basis":
+            if layer < 1:
+                raise DictionaryError(
+                    f"{where} are transcoders of MLPs below a layer; there is none below layer 0: "
+                    "use 0=tokens"
+                )
             return
     if layer not in layers:
         what = "decomposes or reads the stream before" if release.kind == "crosscoder" else "has"

@@ -11,7 +11,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from headattr.basis.dictionary import Activation, Dictionary, Frame, Release, Tensors
-from headattr.basis.formats.files import check_file, json_object, labels_of, oriented, shapes_of, tensors_of
+from headattr.basis.formats.files import (
+    check_file,
+    json_object,
+    labels_of,
+    oriented,
+    shapes_of,
+    tensors_of,
+)
 from headattr.basis.formats.registry import Format
 from headattr.basis.site import site_of
 from headattr.errors import DictionaryError
@@ -259,8 +266,7 @@ def arranged(config: SaeConfig, state: dict[str, Any], where: str) -> Tensors:
     scalar = {"threshold": ()} if found.get("threshold") == () else {}
     if found != expected | scalar:
         raise DictionaryError(
-            f"{where}: a {kind} dictionary has tensors {_listed(expected)}; "
-            f"found {_listed(found)}"
+            f"{where}: a {kind} dictionary has tensors {_listed(expected)}; found {_listed(found)}"
         )
     pursued = kind == "matching_pursuit"
     used = not pursued or fields["apply_b_dec_to_input"]
