@@ -52,7 +52,9 @@ def budget_of(run: Run) -> Budget:
     if run.config.memory is None and model.device.type == "cuda":
         total = torch.cuda.mem_get_info(model.device)[0] // 2
     slots = [_slots(source) for source in run.source_list]
-    shape = shape_of(model, run.plans, run.source_list, slots)
+    views = [run.sources.bases[plan.layer] for plan in run.plans]
+    views += [run.outputs[plan.layer] for plan in run.plans if plan.output is not None]
+    shape = shape_of(model, run.plans, run.source_list, slots, views)
     return budget_for(shape, run.config.memory, total)
 
 

@@ -230,6 +230,8 @@ def _from_table(table: dict[str, Any], path: Path, role: str) -> SourceSpec:
     kinds = ("sae", "tokens") if role == "basis" else ("sae", "unembed")
     if kind == "unembed" and layer is None:
         layer = -1
+    elif kind == "sae" and layer is None:
+        layer = EVERY_LAYER
     if kind not in kinds or type(layer) is not int:
         expected = " | ".join(f'"{name}"' for name in kinds)
         raise UsageError(f"{path}: {table}; expected kind = {expected} and layer = N")

@@ -234,9 +234,14 @@ def plan_layer(
 
 
 def shape_of(
-    model: LoadedModel, plans: Sequence[LayerPlan], sources: Sequence[Any], slots: Sequence[int]
+    model: LoadedModel,
+    plans: Sequence[LayerPlan],
+    sources: Sequence[Any],
+    slots: Sequence[int],
+    views: Sequence[Any] = (),
 ) -> Shape:
-    """What the memory of a prompt depends on; `slots`: active features a position, by source."""
+    """What the memory of a prompt depends on; `slots`: active features a position, by source;
+    `views`: bases and outputs."""
     weights = model.family.head_weights(model.hf, plans[0].layer)
     outputs = [plan.output for plan in plans if plan.output is not None]
     return Shape(
@@ -250,7 +255,8 @@ def shape_of(
         reads=max((slots[output] for output in outputs), default=0),
         features=max(source.about.n_features for source in sources),
         layers=len(plans),
-        sites=len({site for source in sources for site in source.sites}),
+        sites=len({site for one in (*sources, *views) for site in one.sites}),
+        parts=max((getattr(view, "n_parts", 0) for view in views), default=0),
     )
 
 

@@ -9,6 +9,7 @@ Acausal: every feature reads and writes all sites. Features are numbered by the 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 
 import torch
 from jaxtyping import Float
@@ -28,6 +29,7 @@ from headattr.basis.component import (
     within,
 )
 from headattr.basis.dictionary import Frame, Release
+from headattr.basis.formats.files import labels_of
 from headattr.basis.rows import JoinedRows, Matrix
 from headattr.basis.sae import about_coder, check_linear, check_width
 from headattr.errors import DictionaryError
@@ -286,6 +288,8 @@ def joined_about(
         for d in release.dictionaries
         for site in [d.reads[0] if len(d.reads) == 1 else None]
     ]
+    root = Path(release.path) if release.path else None
+    labels = labels_of(root) if root is not None and root.is_dir() else first.labels
     kinds = " and ".join(dict.fromkeys(about.activation for about in abouts))
     bos = {about.prepend_bos for about in abouts}
     return first._replace(
@@ -299,6 +303,7 @@ def joined_about(
         assumed=tuple(assumed),
         prepend_bos=bos.pop() if len(bos) == 1 else None,
         groups=tuple(groups),
+        labels=labels,
     )
 
 

@@ -141,14 +141,19 @@ class TranscodersAt:
     @property
     def sites(self) -> tuple[Site, ...]:
         """What it needs of a prompt: all that was added to the stream."""
-        model, needed = self.source.model, [Site("resid_pre", 0), Site("resid_pre", self.layer)]
+        needed = [Site("resid_pre", 0), Site("resid_pre", self.layer)]
         needed += [_read(c) for c in self.source.coders if layer_of(c.dictionary) < self.layer]
         for layer in range(self.layer):
             needed += [Site("attn_out", layer), Site("mlp_out", layer)]
             if self.source.heads_apart:
                 needed.append(Site("z", layer))
-        assert model is not None
         return tuple(dict.fromkeys(needed))
+
+    @property
+    def n_parts(self) -> int:
+        """Named components that are members of a kind."""
+        attention = self.source.model.n_heads + 1 if self.source.heads_apart else 1
+        return self.layer * (attention + 2) + 1
 
     @cached_property
     def directions(self) -> Matrix:
