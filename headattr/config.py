@@ -169,7 +169,7 @@ def parse_specs(
             )
         elif (path := Path(text).expanduser()).suffix == ".toml" or (path / "spec.toml").is_file():
             found += _from_toml(path if path.suffix == ".toml" else path / "spec.toml", role)
-        elif path.is_dir():
+        elif path.exists():
             found.append(SourceSpec("sae", EVERY_LAYER, path))
         else:
             raise UsageError(
@@ -203,9 +203,10 @@ def check_specs(found: list[SourceSpec], role: str) -> list[SourceSpec]:
 
 def _folder(target: str, text: str) -> Path:
     path = Path(target).expanduser()
-    if not path.is_dir():
+    if not path.exists():
         raise UsageError(
-            f"{text!r}: {path} is not a folder; expected a dictionary folder with cfg.json"
+            f"{text!r}: {path} is not a folder; expected the folder of a dictionary, or one "
+            "layer's file"
         )
     return path
 

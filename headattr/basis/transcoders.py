@@ -78,7 +78,7 @@ class Transcoders:
             x = prompt.at(self.sites[-1])
             none = torch.zeros(len(x) + 1, dtype=torch.long, device=x.device)
             return ActiveFeatures(none, none[:0], x[:0, 0])
-        return merged(parts, self.counts)
+        return merged(parts, self.counts[: len(parts)])
 
     def before(self, layer: int) -> int:
         """How many features belong to transcoders of the layers below one."""
