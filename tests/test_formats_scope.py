@@ -915,7 +915,19 @@ def test_llama_scope_weights_that_are_missing_or_truncated_are_named(tmp_path: P
         open_release(folder)
 
 
-# --- which format
+# --- which format, and several together
+
+
+def test_transcoders_of_several_layers_side_by_side_are_one_set(tmp_path: Path) -> None:
+    scope, scope_2 = tmp_path / "gemma-scope-2b-pt-transcoders", tmp_path / "transcoder_all"
+    for layer in (10, 2):
+        written = parts(torch.float32, seed=layer)
+        npz(scope / f"layer_{layer}", written)
+        saved(scope_2 / f"layer_{layer}_width_16k_l0_big" / "params.safetensors", written)
+    for folder, kind in ((scope, "mlp_normed"), (scope_2, "mlp_in")):
+        release = open_release(folder)
+        check_transcoders(release, D, 26)
+        assert [d.reads for d in release.dictionaries] == [(Site(kind, 2),), (Site(kind, 10),)]
 
 
 FOLDERS = {

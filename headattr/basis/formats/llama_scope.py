@@ -42,6 +42,7 @@ CONFIG, WEIGHTS = "config.json", "sae_weights.safetensors"
 NORM, LOG_THRESHOLD = "dataset_average_activation_norm", "log_jumprelu_threshold"
 _FIXED = {"act_fn": "jumprelu", "use_glu_encoder": False}
 _DATASET = "dataset-wise"
+_ROWS = 1 << 12  # decoder rows that are there as float64 at once
 _FLAGS = {
     "apply_decoder_bias_to_pre_encoder": False,
     "sparsity_include_decoder_norm": False,
@@ -128,7 +129,8 @@ def _arranged(state: dict[str, Any], settings: Settings) -> Tensors:
         unit = settings.s_out if settings.by_norm else settings.s_in
         threshold = torch.tensor(settings.threshold * unit, dtype=torch.float64)
     if settings.by_norm:
-        threshold = threshold / W_dec.double().norm(dim=-1)
+        norms = [rows.double().norm(dim=-1) for rows in W_dec.split(_ROWS)]
+        threshold = threshold / torch.cat(norms)
     undone = 1.0 if settings.transcodes else settings.s_in
     if settings.s_out != undone:
         factor = undone / settings.s_out
