@@ -439,9 +439,20 @@ _KINDS: dict[str, Any] = {
     "jumprelu_transcoder": "jumprelu",
     "jumprelu_skip_transcoder": "jumprelu",
 }
+
+
+def matches(path: Path) -> bool:
+    """Is it SAELens'? Without cfg.json, sae_weights.safetensors may be another library's, whose
+    configuration is then beside it."""
+    others = ("config.json", "hyperparams.json")
+    return (path / WEIGHTS).is_file() and (
+        (path / CONFIG).is_file() or not any((path / other).is_file() for other in others)
+    )
+
+
 FORMAT = Format(
     "saelens",
-    lambda path: (path / WEIGHTS).is_file(),
+    matches,
     read_release,
     f"a folder with {CONFIG} and {WEIGHTS}",
 )
