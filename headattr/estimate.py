@@ -18,7 +18,7 @@ from headattr.attribution.blocks import blocks_of
 from headattr.basis.component import Place, SourceInfo
 from headattr.basis.dictionary import Dictionary, Release
 from headattr.basis.formats.registry import open_release
-from headattr.basis.load import Role, Sources, check_release, declared_bos
+from headattr.basis.load import Role, Sources, check_release, declared_bos, in_stream
 from headattr.basis.transcoders import layer_of
 from headattr.basis.unembed import N_PREDICTED
 from headattr.budget import Budget, budget_for
@@ -147,7 +147,9 @@ def _sources(
 
     def of(spec: SourceSpec, role: Role) -> _View:
         key = (role if role == "output" else "", *spec[:3])
-        release = open_release(spec.target) if isinstance(spec.target, Path) else None
+        release = None
+        if isinstance(spec.target, Path):
+            release = in_stream(open_release(spec.target), model)
         if release is not None and release.kind != "sae" and role == "basis":
             key = ("", str(spec.target))
         if key not in shared:

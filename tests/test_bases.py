@@ -296,6 +296,20 @@ def test_an_ablation_is_what_the_model_does(kind: str) -> None:
         assert abs(float(moved) - feature["ablation"]) < 1e-9 * max(1.0, abs(feature["ablation"]))
 
 
+def test_a_modules_own_output_is_what_is_added_only_without_a_norm_behind_it(
+    tmp_path: Path,
+) -> None:
+    own = dictionary([Site("attn_own", 2)], [Site("attn_own", 2)], 3)
+    attention = Release("sae", "attention", None, (own,))
+    given = transcoders(0, 1).dictionaries
+    mlps = [replace(d, writes=(Site("mlp_own", i),)) for i, d in enumerate(given)]
+    stack = Release("transcoders", "stack", None, tuple(mlps))
+    adds_up(run(tiny.llama(), {2: stack}, tmp_path / "llama", output={2: attention}))
+    for basis, output in (({2: stack}, "unembed"), ({2: tiny.sae(layer=2)}, {2: attention})):
+        with pytest.raises(DictionaryError, match="a norm lies between"):
+            run(tiny.gemma2(), basis, tmp_path / "gemma2", output=output)
+
+
 def test_what_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
     hf, out = tiny.llama(), tmp_path / "out"
     wrong = replace(crosscoder(1, 2).dictionaries[0], writes=tuple(resid(0, 1)))

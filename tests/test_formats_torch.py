@@ -187,8 +187,8 @@ def test_the_tensors_may_be_converted_to_safetensors(tmp_path: Path) -> None:
     [
         ("resid_post_layer_1", Site("resid_pre", 2)),
         ("model.layers.1", Site("resid_pre", 2)),
-        ("attention_out_layer_1", Site("attn_out", 1)),
-        ("mlp_out_layer_1", Site("mlp_out", 1)),
+        ("attention_out_layer_1", Site("attn_own", 1)),
+        ("mlp_out_layer_1", Site("mlp_own", 1)),
     ],
 )
 def test_the_site_is_the_submodules(submodule: str, site: Site, tmp_path: Path) -> None:
@@ -450,8 +450,8 @@ def test_an_old_sae_of_sparsify_is_what_sae_lens_reads(tmp_path: Path) -> None:
         ("layers_1", Site("resid_pre", 2)),
         ("h.1", Site("resid_pre", 2)),
         ("layers.1/seed3", Site("resid_pre", 2)),
-        ("layers.1.mlp", Site("mlp_out", 1)),
-        ("layers.1.self_attn", Site("attn_out", 1)),
+        ("layers.1.mlp", Site("mlp_own", 1)),
+        ("layers.1.self_attn", Site("attn_own", 1)),
         ("mine", None),
     ],
 )

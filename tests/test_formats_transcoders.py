@@ -472,7 +472,7 @@ def test_a_transcoder_of_sparsify_computes_what_it_defines(
     torch.testing.assert_close(acts_of(coder, x), acts, **CLOSE)
     torch.testing.assert_close(output_of(coder, x), out, **CLOSE)
     assert coder.dictionary.reads == (Site("mlp_in", 1),)
-    assert coder.dictionary.writes == (Site("mlp_out", 1),)
+    assert coder.dictionary.writes == (Site("mlp_own", 1),)
 
 
 def test_transcoders_of_sparsify_side_by_side_are_a_set(tmp_path: Path) -> None:

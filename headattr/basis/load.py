@@ -4,6 +4,7 @@ Whatever does not fit the model is refused before any forward pass.
 """
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -31,6 +32,7 @@ from headattr.basis.transcoders import (
 from headattr.basis.unembed import unembed_output
 from headattr.config import EVERY_LAYER, SourceSpec
 from headattr.errors import DictionaryError, UsageError
+from headattr.model.capture import check_sites
 from headattr.model.load import LoadedModel
 from headattr.model.sites import Site
 
@@ -66,10 +68,10 @@ def check_files(specs: Sequence[SourceSpec], role: Role) -> list[SourceSpec]:
             found.append(spec)
             continue
         if spec.layer != EVERY_LAYER:
-            check_release(open_release(spec.target), spec.layer, role, None)
+            check_release(in_stream(open_release(spec.target), None), spec.layer, role, None)
             found.append(spec)
             continue
-        for release in open_releases(spec.target):
+        for release in (in_stream(found, None) for found in open_releases(spec.target)):
             at = spec._replace(target=Path(release.path or spec.target), spread=True)
             found += [at._replace(layer=layer) for layer in layers_of(release, role)]
     return found
@@ -119,6 +121,37 @@ def check_release(release: Release, layer: int, role: Role, d_model: int | None)
     if layer not in layers:
         what = "decomposes or reads the stream before" if release.kind == "crosscoder" else "has"
         raise DictionaryError(f"{where} {what} layers {layers}; it was given for layer {layer}")
+
+
+def in_stream(release: Release, model: LoadedModel | None) -> Release:
+    """A module's own output as what is added to the stream, where the model has no norm between.
+
+    Raises DictionaryError where it has one; without a model it is taken to have none.
+    """
+
+    def added(site: Site | None) -> Site | None:
+        if site is None or site.kind not in ("attn_own", "mlp_own"):
+            return site
+        found = Site("attn_out" if site.kind == "attn_own" else "mlp_out", site.layer)
+        if model is not None:
+            check_sites(model, [found])
+            block, family = model.layers[site.layer], model.family
+            own, last = family.attention(block), family.added(block)
+            if site.kind == "mlp_own" and family.mlp is not None:
+                own, last = family.mlp(block).module, family.mlp(block).added
+            if own is not last:
+                raise DictionaryError(
+                    f"{release.path or release.name} is of the module's own output ({site}); in "
+                    f"{model.name} a norm lies between that and the stream: expected a dictionary "
+                    f"of what is added ({found})"
+                )
+        return found
+
+    moved = [
+        replace(d, reads=tuple(map(added, d.reads)), writes=tuple(map(added, d.writes)))
+        for d in release.dictionaries
+    ]
+    return replace(release, dictionaries=tuple(moved))
 
 
 def load_sources(
@@ -178,7 +211,7 @@ class _Loader:
             return token_basis(self.model)
         if isinstance(spec.target, PlainDictionary):
             return plain_basis(spec.target, spec.layer, **self.fit)
-        release = _release(spec, "basis")
+        release = in_stream(_release(spec, "basis"), self.model)
         check_release(release, spec.layer, "basis", self.model.d_model)
         if release.kind == "crosscoder":
             return self._crosscoder(spec, release)
@@ -198,7 +231,7 @@ class _Loader:
             return unembed_output(self.model)
         if isinstance(spec.target, PlainDictionary):
             return plain_basis(spec.target, spec.layer, **self.fit)
-        release = _release(spec, "output")
+        release = in_stream(_release(spec, "output"), self.model)
         check_release(release, spec.layer, "output", self.model.d_model)
         if release.kind == "crosscoder":
             return self._crosscoder(spec, release).as_output(self.read)

@@ -15,12 +15,14 @@ _INSIDE: dict[str, SiteKind] = {
     "hook_attn_out": "attn_out",
     "attn.hook_z": "z",
     "hook_mlp_out": "mlp_out",
-    "mlp.hook_out": "mlp_out",
+    "mlp.hook_out": "mlp_own",
     "mlp.hook_in": "mlp_in",
     "hook_mlp_in": "resid_mid",  # a copy of the stream, before the norm
     "ln2.hook_normalized": "mlp_normed",
     "self_attn.o_proj.input": "z",
     "mlp.input": "mlp_in",
+    "mlp.output": "mlp_own",
+    "self_attn.output": "attn_own",
     "pre_feedforward_layernorm.output": "mlp_in",
     "post_feedforward_layernorm.output": "mlp_out",
 }

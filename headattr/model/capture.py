@@ -79,7 +79,7 @@ def check_sites(model: LoadedModel, sites: Iterable[Site]) -> None:
                 f"there is no site {site}: the model has {n_layers} layers, so that it lies "
                 f"between 0 and {most}"
             )
-        if site.kind not in ("resid_pre", "attn_out", "z") and model.family.mlp is None:
+        if site.kind not in ("resid_pre", "attn_own", "attn_out", "z") and model.family.mlp is None:
             raise DictionaryError(
                 f"{site}: headattr does not know the MLP of {model.family.name}; expected a family "
                 "that names it"
@@ -266,13 +266,14 @@ def _listen_inside(model: LoadedModel, tap: _Tap, site: Site, before: Any, after
     block, family = model.layers[site.layer], model.family
     if site.kind == "z":
         return  # the tap keeps it
-    if site.kind == "attn_out":
-        after(family.added(block), _keep_inside(tap, site))
+    if site.kind in ("attn_own", "attn_out"):
+        module = family.attention if site.kind == "attn_own" else family.added
+        after(module(block), _keep_inside(tap, site))
         return
     assert family.mlp is not None
     mlp = family.mlp(block)
-    if site.kind == "mlp_out":
-        after(mlp.added, _keep_inside(tap, site))
+    if site.kind in ("mlp_own", "mlp_out"):
+        after(mlp.module if site.kind == "mlp_own" else mlp.added, _keep_inside(tap, site))
         return
     unscaled = Norm(mlp.norm.kind, torch.ones_like(mlp.norm.gain), None, mlp.norm.eps)
     norm = unscaled if site.kind == "mlp_normed" else None

@@ -7,11 +7,22 @@ resid_mid L     the stream between attention and MLP; none where both read the s
 mlp_normed L    the stream that the MLP reads, divided by its norm's scale, before gain and bias
 mlp_in L        what the MLP module is given: behind its norm
 mlp_out L       what the MLP adds to the stream (behind the norm after the MLP, if any)
+attn_own L, mlp_own L    what the module itself gives, before any norm behind it
 """
 
 from typing import Literal, NamedTuple
 
-SiteKind = Literal["resid_pre", "z", "attn_out", "resid_mid", "mlp_normed", "mlp_in", "mlp_out"]
+SiteKind = Literal[
+    "resid_pre",
+    "z",
+    "attn_own",
+    "attn_out",
+    "resid_mid",
+    "mlp_normed",
+    "mlp_in",
+    "mlp_own",
+    "mlp_out",
+]
 
 
 class Site(NamedTuple):

@@ -25,9 +25,9 @@ from headattr.model.sites import Site, SiteKind
 CONFIG, WEIGHTS = "config.json", ("ae.pt", "ae.safetensors")
 _SUBMODULE = re.compile(r"(resid_post|attention_out|attn_out|mlp_out)_layer_(\d+)")
 _KINDS: dict[str, SiteKind] = {
-    "attention_out": "attn_out",
-    "attn_out": "attn_out",
-    "mlp_out": "mlp_out",
+    "attention_out": "attn_own",
+    "attn_out": "attn_own",
+    "mlp_out": "mlp_own",
 }
 
 
@@ -190,7 +190,7 @@ def _site(
             return None, (f"site = the layer asked for ({CONFIG} names none)",)
         return Site("resid_pre", layer + 1), (said,)
     if match and match.group(1) != "resid_post":
-        site, noted = Site(_KINDS[match.group(1)], int(match.group(2))), (_added(name),)
+        site, noted = Site(_KINDS[match.group(1)], int(match.group(2))), ()
     else:
         known = f"layers.{match.group(2)}" if match else name
         site, noted = site_of(known, str(path)), ()
@@ -200,10 +200,6 @@ def _site(
             f"{path}: submodule_name is {name!r}, of block {of_block}; layer says {layer}"
         )
     return site, noted
-
-
-def _added(name: str) -> str:
-    return f"{name} is what is added to the stream: no norm lies behind it"
 
 
 def _trained_on(buffer: dict[str, Any]) -> str | None:

@@ -51,8 +51,8 @@ def open_release(path: Path) -> Release:
     if len(found) > 1:
         listed = ", ".join(f"{release.name} ({release.kind})" for release in found)
         raise DictionaryError(
-            f"{path} holds several dictionaries: {listed}; expected one (give its own folder), or a "
-            "set of transcoders"
+            f"{path} holds several dictionaries: {listed}; expected one (give its own folder), or "
+            "a set of transcoders"
         )
     return found[0]
 
@@ -72,7 +72,7 @@ def open_releases(path: Path) -> list[Release]:
     if fitting:
         return [fitting[0].read(path)]
     inside = sorted(path.iterdir()) if path.is_dir() else []
-    parts = [part for part in inside if part.is_dir() and any(k.matches(part) for k in formats())]
+    parts = _folders_in(path, 3)
     if not parts:
         known = "; ".join(f"{known.name}: {known.files}" for known in formats())
         listed = ", ".join(part.name for part in inside[:8]) or "nothing"
@@ -81,6 +81,17 @@ def open_releases(path: Path) -> list[Release]:
     stack = [release for release in found if release.kind == "transcoders"]
     others = [release for release in found if release.kind != "transcoders"]
     return others + ([_together(path, stack)] if stack else [])
+
+
+def _folders_in(path: Path, depth: int) -> list[Path]:
+    """The folders of dictionaries inside a folder, at most so deep."""
+    found: list[Path] = []
+    for part in sorted(path.iterdir()) if path.is_dir() and depth else []:
+        if part.is_dir() and any(known.matches(part) for known in formats()):
+            found.append(part)
+        elif part.is_dir():
+            found += _folders_in(part, depth - 1)
+    return found
 
 
 def _together(path: Path, releases: list[Release]) -> Release:

@@ -139,7 +139,7 @@ def _sites(
     if transcode:
         if match and inside == "mlp":
             layer = int(match.group(1))
-            return Site("mlp_in", layer), Site("mlp_out", layer), (_added(hookpoint),)
+            return Site("mlp_in", layer), Site("mlp_own", layer), ()
         raise DictionaryError(
             f"{folder}: a transcoder of {hookpoint!r}; expected a folder that is named layers.N.mlp"
         )
@@ -154,12 +154,8 @@ def _sites(
     if inside is None:
         site = Site("resid_pre", layer + 1)
         return site, site, ()
-    site = Site("mlp_out" if inside == "mlp" else "attn_out", layer)
-    return site, site, (_added(hookpoint),)
-
-
-def _added(hookpoint: str) -> str:
-    return f"the output of {hookpoint} is what is added to the stream: no norm lies behind it"
+    site = Site("mlp_own" if inside == "mlp" else "attn_own", layer)
+    return site, site, ()
 
 
 def _read(path: Path, names: tuple[str, ...], said: str) -> tuple[Tensors, str]:
