@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 import tomllib
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -40,8 +41,8 @@ class RunConfig:
     """A model folder, a hub id, a .gguf file, `demo`, `smollm2` or `gemma3-270m`."""
     basis: tuple[str, ...]
     """Dictionaries of the residual stream: `layer=PATH` each, or `PATH` for every layer that it has
-    (SAE, crosscoder, or transcoders of the MLPs below); `0=tokens` needs none; a TOML file or
-    folder of [[basis]] tables, or `demo`."""
+    (SAE, crosscoder, or transcoders of the MLPs below), PATH being a folder or org/name/folder of
+    the hub; `0=tokens` needs none; a TOML file or folder of [[basis]] tables, or `demo`."""
     texts: str
     """A .txt file (a line a prompt) or a .jsonl file ({"text": ...} or {"tokens": [...]})."""
     out: str
@@ -132,6 +133,19 @@ EVERY_LAYER = -2
 """As the layer of a SPEC: every layer that the dictionary has."""
 
 
+class HubId(NamedTuple):
+    """A folder of a repository on the Hugging Face hub."""
+
+    repository: str
+    """org/name"""
+    folder: str
+    """Inside it; empty for all of it."""
+
+    def __str__(self) -> str:
+        """As it was written."""
+        return f"{self.repository}/{self.folder}" if self.folder else self.repository
+
+
 class SourceSpec(NamedTuple):
     """One dictionary that was asked for."""
 
@@ -140,7 +154,7 @@ class SourceSpec(NamedTuple):
     layer: int
     """-1 for unembed: after the last; EVERY_LAYER."""
     target: Any
-    """A folder, or an object in memory."""
+    """A folder, a HubId, or an object in memory."""
     spread: bool = False
     """One of all layers of a dictionary, which may have more than the model."""
 
@@ -171,6 +185,8 @@ def parse_specs(
             found += _from_toml(path if path.suffix == ".toml" else path / "spec.toml", role)
         elif path.exists():
             found.append(SourceSpec("sae", EVERY_LAYER, path))
+        elif "=" not in text and (hub := _hub_id(text)):
+            found.append(SourceSpec("sae", EVERY_LAYER, hub))
         else:
             raise UsageError(
                 f"--{role} {text!r}: expected layer=PATH, PATH, 0=tokens, demo, "
@@ -201,14 +217,25 @@ def check_specs(found: list[SourceSpec], role: str) -> list[SourceSpec]:
     return sorted(found, key=lambda spec: spec.layer % (1 << 30))
 
 
-def _folder(target: str, text: str) -> Path:
+def _folder(target: str, text: str) -> Path | HubId:
+    """The folder of a dictionary here, or on the hub."""
     path = Path(target).expanduser()
+    if not path.exists() and (hub := _hub_id(target)):
+        return hub
     if not path.exists():
         raise UsageError(
             f"{text!r}: {path} is not a folder; expected the folder of a dictionary, or one "
             "layer's file"
         )
     return path
+
+
+def _hub_id(target: str) -> HubId | None:
+    """`org/name` or `org/name/folder`, where that is no path of this machine."""
+    match = re.fullmatch(r"([A-Za-z0-9][\w.-]*/[\w.-]+)(?:/(.+))?", target)
+    if match is None or Path(target.split("/")[0]).exists():
+        return None
+    return HubId(match[1], match[2] or "")
 
 
 def _from_toml(path: Path, role: str) -> list[SourceSpec]:

@@ -325,3 +325,22 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(DictionaryError, match="use --read encoder"):
         run(hf, {1: tiny.sae()}, out, output={1: transcoders(1)}, read="decoder")
     assert not out.exists()
+
+
+def test_a_dictionary_of_the_hub_is_read_from_its_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """org/name/folder, offline: the cache as the hub's own client keeps it."""
+    commit = "0" * 40
+    repository = tmp_path / "hub" / "models--org--dictionaries"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text(commit)
+    tiny.sae(layer=1).save_model(repository / "snapshots" / commit / "layer_1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    store = run(tiny.llama(), ["1=org/dictionaries/layer_1"], tmp_path / "out", output="unembed")
+    assert store.manifest["sources"][0]["name"] == "layer_1"
+    adds_up(store)
+    for absent, said in (("org/dictionaries/other", "has no other"), ("org/none/x", "org/none/x")):
+        with pytest.raises(DictionaryError, match=said):
+            run(tiny.llama(), [f"1={absent}"], tmp_path / "none")

@@ -19,6 +19,7 @@ from headattr.basis.crosscoder import (
 from headattr.basis.dictionary import Release
 from headattr.basis.formats import saelens
 from headattr.basis.formats.registry import open_release, open_releases
+from headattr.basis.hub import local_copy
 from headattr.basis.plain import PlainDictionary, plain_basis
 from headattr.basis.sae import SaeBasis, check_fit, residual_basis
 from headattr.basis.tokens import token_basis
@@ -30,7 +31,7 @@ from headattr.basis.transcoders import (
     load_transcoders,
 )
 from headattr.basis.unembed import unembed_output
-from headattr.config import EVERY_LAYER, SourceSpec
+from headattr.config import EVERY_LAYER, HubId, SourceSpec
 from headattr.errors import DictionaryError, UsageError
 from headattr.model.capture import check_sites
 from headattr.model.load import LoadedModel
@@ -64,6 +65,8 @@ def check_files(specs: Sequence[SourceSpec], role: Role) -> list[SourceSpec]:
     """
     found: list[SourceSpec] = []
     for spec in specs:
+        if isinstance(spec.target, HubId):
+            spec = spec._replace(target=local_copy(spec.target))
         if spec.kind != "sae" or not isinstance(spec.target, Path):
             found.append(spec)
             continue
