@@ -15,9 +15,10 @@ import headattr
 from headattr.basis.component import ActiveFeatures, Components
 from headattr.basis.plain import plain_basis
 from headattr.basis.sae import SaeBasis, from_object, load_sae
-from headattr.basis.site import resid_pre_layer
+from headattr.basis.site import site_of
 from headattr.errors import DictionaryError, HeadattrError, UsageError
 from headattr.model.capture import PromptCapture
+from headattr.model.sites import Site
 from headattr.store.check import check_store
 
 ARCHITECTURES = ("standard", "gated", "topk", "abstopk", "jumprelu", "matching_pursuit")
@@ -762,7 +763,7 @@ LAYER_2 = (
 @pytest.mark.parametrize("site", LAYER_2)
 def test_the_output_of_a_block_is_the_input_of_the_next(site: str, tmp_path: Path) -> None:
     """V20: all names of one tensor are layer 2; asked for layer 1, layer 2 is suggested."""
-    assert resid_pre_layer(site) == 2
+    assert site_of(site) == Site("resid_pre", 2)
     folder = saved(
         tmp_path / "sae", tiny.sae(), change=lambda c: c["metadata"].update(hook_name=site)
     )

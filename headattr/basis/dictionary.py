@@ -126,13 +126,6 @@ class Release:
         return sum(d.features for d in self.dictionaries)
 
 
-class Found(NamedTuple):
-    """A dictionary's reading of one prompt is measured by these, in its load report."""
-
-    l0: float
-    explained_variance: float
-
-
 def same_rows(W: Float[Tensor, "d_in features"]) -> Float[Tensor, "features d_in"]:
     """A matrix that is stored with a column a feature, as rows (no copy)."""
     return W.T

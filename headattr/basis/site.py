@@ -49,29 +49,3 @@ def site_of(hook_name: str, where: str = "the dictionary") -> Site:
     if match and match.group(3) in _INSIDE:
         return Site(_INSIDE[match.group(3)], int(match.group(1) or match.group(2)))
     raise DictionaryError(f"{where}'s site is {hook_name!r}; expected {_KNOWN}")
-
-
-def resid_pre_layer(hook_name: str) -> int:
-    """The layer whose resid_pre the site is.
-
-    Raises DictionaryError for every other site (attention or MLP outputs, resid_mid, hook_z, ...).
-    """
-    site = site_of(hook_name)
-    if site.kind != "resid_pre":
-        raise DictionaryError(
-            f"the dictionary's site is {hook_name!r}; expected the residual stream between blocks: "
-            "blocks.N.hook_resid_pre, blocks.N.hook_resid_post, layers.N (a block's output) or "
-            "hidden_states[N]"
-        )
-    return site.layer
-
-
-def check_site(hook_name: str, layer: int, where: str) -> None:
-    """Refuse a dictionary of another layer than the one it is asked for."""
-    found = resid_pre_layer(hook_name)
-    if found != layer:
-        raise DictionaryError(
-            f"{where} was trained on {hook_name!r}, which is resid_pre of layer {found}; it "
-            "was given for "
-            f"layer {layer}: use {found}={where}"
-        )
