@@ -7,8 +7,8 @@ Everything a table needs follows from these two by dot products. The bias kind h
 as well (norm bias, b_Q / b_K / b_V), so the kinds sum to the whole query, key or value vector.
 Everything is computed in float64; the pairs alone are products of float32 copies.
 
-A `Side` holds what grows with the prompt: one row a feature that is active somewhere, and kinds.
-The features of a position, `Projected`, are made where they are asked for.
+`Kinds` are sums alone. A `Side` holds what grows with the prompt: one row a feature that is active
+somewhere, and kinds. The features of a position, `Projected`, are made where they are asked for.
 """
 
 from dataclasses import dataclass
@@ -19,6 +19,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from headattr.attribution.prepared import Prepared
+from headattr.basis.component import Components
 from headattr.kernels.feature_rows.dispatch import feature_rows
 from headattr.kernels.row_means.batched import Keys
 from headattr.model.head import HeadWeights, Norm, Rotary
@@ -72,12 +73,9 @@ class Projected:
 
 
 @dataclass(frozen=True)
-class Side:
-    """One side of one head over a whole prompt."""
+class Kinds:
+    """One side of one head over a whole prompt, as the sum of its kinds of component."""
 
-    prepared: Prepared
-    table: Float[Tensor, "unique d_head"]
-    """Directions through the weights: before coefficients, norm and rotation."""
     plain_kinds: Float[Tensor, "pos kind d_head"]
     """Before norm and rotation."""
     plain_constant: Float[Tensor, "d_head"]
@@ -98,6 +96,27 @@ class Side:
     def whole(self) -> Float[Tensor, "pos d_head"]:
         """The query, key or value vectors of every position."""
         return self.kinds.sum(1)
+
+    def _seen(
+        self, plain: Float[Tensor, "n *rest d_head"], positions: Int[Tensor, "n"] | None
+    ) -> Float[Tensor, "n *rest d_head"]:
+        """Behind the head's norm, its scale frozen, and rotated; of all positions by default."""
+        if self.norm is not None and self.norm_sigma is not None:
+            sigma = self.norm_sigma if positions is None else self.norm_sigma[positions]
+            plain = self.norm.linear(plain) / sigma.view(-1, *(1,) * (plain.ndim - 1))
+        if self.rotary is None:
+            return plain
+        rotary = self.rotary if positions is None else self.rotary.at(positions)
+        return rotary.rotate(plain)
+
+
+@dataclass(frozen=True)
+class Side(Kinds):
+    """One side of one head over a whole prompt, with its features."""
+
+    prepared: Prepared
+    table: Float[Tensor, "unique d_head"]
+    """Directions through the weights: before coefficients, norm and rotation."""
 
     @cached_property
     def entries(self) -> Keys:
@@ -180,18 +199,6 @@ class Side:
         after = self.norm.sigma(_without(whole, constant, plain, regrow))
         return (self.norm_sigma[positions, None] / after).where(inside & (after > 0), 0)
 
-    def _seen(
-        self, plain: Float[Tensor, "n *rest d_head"], positions: Int[Tensor, "n"] | None
-    ) -> Float[Tensor, "n *rest d_head"]:
-        """Behind the head's norm, its scale frozen, and rotated; of all positions by default."""
-        if self.norm is not None and self.norm_sigma is not None:
-            sigma = self.norm_sigma if positions is None else self.norm_sigma[positions]
-            plain = self.norm.linear(plain) / sigma.view(-1, *(1,) * (plain.ndim - 1))
-        if self.rotary is None:
-            return plain
-        rotary = self.rotary if positions is None else self.rotary.at(positions)
-        return rotary.rotate(plain)
-
 
 def project(
     weights: HeadWeights,
@@ -203,15 +210,29 @@ def project(
 ) -> Side:
     """One side of one head (`head` is the kv head for keys and values), rotated where it has to
     be; `table`, if it is there already: the prompt's directions through the head's weights."""
-    W, parts = weights.folded[side][head], prepared.components
+    found = project_kinds(weights, side, head, prepared.components, prepared.sigma, rotary)
+    table = prepared.pushed(weights.folded[side][head]) if table is None else table
+    return Side(found.plain_kinds, found.plain_constant, found.norm, found.rotary, prepared, table)
+
+
+def project_kinds(
+    weights: HeadWeights,
+    side: SideName,
+    head: int,
+    parts: Components,
+    sigma: Float[Tensor, "pos"],
+    rotary: Rotary | None,
+) -> Kinds:
+    """The kinds alone: nothing is made of single features; `sigma`: what the layer's norm divides
+    by."""
+    W = weights.folded[side][head]
     kinds = torch.stack([part @ W for part in (parts.sparse_sum, *parts.named.values())], 1)
-    kinds /= prepared.sigma[:, None, None]
+    kinds /= sigma[:, None, None]
     constant = weights.constants[side][head].to(kinds)
     kinds[:, parts.kinds.index("bias")] += constant
     if rotary is not None:
         rotary = None if side == "value" else Rotary(rotary.cos.to(kinds), rotary.sin.to(kinds))
-    table = prepared.pushed(W) if table is None else table
-    return Side(prepared, table, kinds, constant, weights.head_norm(side), rotary)
+    return Kinds(kinds, constant, weights.head_norm(side), rotary)
 
 
 def _without(
