@@ -9,6 +9,7 @@ Acausal: every feature reads and writes all sites. Features are numbered by the 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 
 import torch
 from jaxtyping import Float
@@ -25,10 +26,10 @@ from headattr.basis.component import (
     SourceInfo,
     decompose,
     merged,
-    sparse_sum,
     within,
 )
 from headattr.basis.dictionary import Frame, Release
+from headattr.basis.formats.files import labels_of
 from headattr.basis.rows import JoinedRows, Matrix
 from headattr.basis.sae import about_coder, check_linear, check_width
 from headattr.errors import DictionaryError
@@ -50,6 +51,11 @@ class Crosscoder:
     def sites(self) -> tuple[Site, ...]:
         """What it reads."""
         return tuple(dict.fromkeys(site for coder in self.coders for site in _reads(coder)))
+
+    @property
+    def writes(self) -> tuple[Site, ...]:
+        """What it reconstructs."""
+        return self.residual
 
     @cached_property
     def counts(self) -> list[int]:
@@ -194,6 +200,11 @@ class CrosscoderOutput:
         """What it needs of a prompt."""
         return tuple(dict.fromkeys([*self.at.source.sites, self.at.site]))
 
+    @property
+    def writes(self) -> tuple[Site, ...]:
+        """Nothing: that is the whole crosscoder's."""
+        return ()
+
     def active(self, prompt: PromptCapture, numbers: int = ACTIVATIONS) -> ActiveFeatures:
         """Those that it has."""
         found = self.at.source.active(prompt, numbers)
@@ -299,8 +310,18 @@ def joined_about(
         hash="+".join(about.hash for about in abouts),
         assumed=tuple(assumed),
         prepend_bos=bos.pop() if len(bos) == 1 else None,
+        labels=_labels(release),
         groups=tuple(groups),
     )
+
+
+def _labels(release: Release) -> str | None:
+    """Of all features together: beside the whole, or one file that all dictionaries name; ids of a
+    part's own file would be off."""
+    if release.path is not None and (found := labels_of(Path(release.path))) is not None:
+        return found
+    named = {d.labels for d in release.dictionaries}
+    return named.pop() if len(named) == 1 and len(release.dictionaries) == 1 else None
 
 
 def _reads(coder: Coder) -> list[Site]:
