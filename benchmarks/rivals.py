@@ -98,7 +98,7 @@ def heads_of(task: LayerTask) -> Iterator[Head]:
         written = None
         if task.output is not None:
             side = output_side(task.output, every=False)
-            rows = side.pushed(weights.written[head])[side.columns]
+            rows = side.pushed(weights.writes.written[head])[side.columns]
             written = task.output.active.padded(rows * task.output.scale[:, None])
         yield Head(
             query, lists["key"], lists["value"], written, patterns[head],

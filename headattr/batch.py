@@ -10,15 +10,15 @@ from numpy.typing import NDArray
 
 from headattr.attribution.layer import stream_layer
 from headattr.attribution.pushed import Pushed, read_maps, written_maps
-from headattr.attribution.task import LayerTask, swallow_attention, written_by
+from headattr.attribution.task import LayerTask, swallow_attention
 from headattr.basis.component import ActiveFeatures
 from headattr.budget import Budget, budget_for
 from headattr.edges import HeadId, parse_edge_rule, select_edges, token_filter
 from headattr.errors import PromptError
 from headattr.model.capture import PromptCapture, capture, pad
 from headattr.model.head import HeadWeights
-from headattr.model.sites import Site
 from headattr.model.proof import TOLERANCE
+from headattr.model.sites import Site
 from headattr.model.tokens import Prompt
 from headattr.plan import GUESSED_SLOTS, Run, shape_of
 from headattr.store.sources import ActiveLists
@@ -52,7 +52,9 @@ def budget_of(run: Run) -> Budget:
     if run.config.memory is None and model.device.type == "cuda":
         total = torch.cuda.mem_get_info(model.device)[0] // 2
     slots = [slots_of(source) for source in run.source_list]
-    shape = shape_of(model, run.plans, run.source_list, slots)
+    views = [run.sources.bases[plan.layer] for plan in run.plans]
+    views += [run.outputs[plan.layer] for plan in run.plans if plan.output is not None]
+    shape = shape_of(model, run.plans, run.source_list, slots, views)
     return budget_for(shape, run.config.memory, total)
 
 
@@ -107,7 +109,7 @@ class Layers:
         pushed, written = Pushed(basis.directions, maps), None
         if plan.output is not None:
             output = self.run.outputs[plan.layer]
-            through = written_by(weights, by_head=output.place.stage == 1 and output.by_head)
+            through = weights.side_by_side if _by_head(output) else weights.writes
             rows = output.read_rows(self.run.config.read)
             written = Pushed(rows, written_maps(through, heads))
         return LayerParts(weights, pushed, written)
@@ -238,6 +240,11 @@ class Batch:
     def _told(self, rows: int) -> None:
         self.advanced += rows
         self._advance(rows)
+
+
+def _by_head(output: Any) -> bool:
+    """Does it read the heads' outputs side by side, before W_O?"""
+    return any(site.kind == "z" for site in output.sites)
 
 
 def _sharing(sources: Mapping[int, Any], most: int) -> Iterator[list[int]]:

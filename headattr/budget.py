@@ -80,7 +80,9 @@ class Shape(NamedTuple):
     layers: int
     """To capture."""
     sites: int
-    """Whose residual stream is kept."""
+    """Whose vectors are kept."""
+    parts: int = 0
+    """Named components of a basis that are members of a kind."""
 
     def captured(self, layers: int, sites: int) -> int:
         """Bytes that a token leaves behind."""
@@ -100,7 +102,8 @@ class Shape(NamedTuple):
         a_token += self.slots * self.d_head
         used = min(self.features, length * max(self.slots, self.reads))
         tables = (4 + (self.reads > 0)) * self.d_head * used
-        return exact * (length * a_token + tables)
+        parts = self.parts * (self.number * self.d_model + 4 * exact * self.d_head)
+        return exact * (length * a_token + tables) + length * parts
 
 
 class Budget(NamedTuple):

@@ -169,7 +169,7 @@ def parse_specs(
             )
         elif (path := Path(text).expanduser()).suffix == ".toml" or (path / "spec.toml").is_file():
             found += _from_toml(path if path.suffix == ".toml" else path / "spec.toml", role)
-        elif path.is_dir():
+        elif path.exists():
             found.append(SourceSpec("sae", EVERY_LAYER, path))
         else:
             raise UsageError(
@@ -203,9 +203,10 @@ def check_specs(found: list[SourceSpec], role: str) -> list[SourceSpec]:
 
 def _folder(target: str, text: str) -> Path:
     path = Path(target).expanduser()
-    if not path.is_dir():
+    if not path.exists():
         raise UsageError(
-            f"{text!r}: {path} is not a folder; expected a dictionary folder with cfg.json"
+            f"{text!r}: {path} is not a folder; expected the folder of a dictionary, or one "
+            "layer's file"
         )
     return path
 
@@ -230,6 +231,8 @@ def _from_table(table: dict[str, Any], path: Path, role: str) -> SourceSpec:
     kinds = ("sae", "tokens") if role == "basis" else ("sae", "unembed")
     if kind == "unembed" and layer is None:
         layer = -1
+    elif kind == "sae" and layer is None:
+        layer = EVERY_LAYER
     if kind not in kinds or type(layer) is not int:
         expected = " | ".join(f'"{name}"' for name in kinds)
         raise UsageError(f"{path}: {table}; expected kind = {expected} and layer = N")

@@ -30,8 +30,8 @@ from headattr.kernels.pair_topk import batched
 from headattr.kernels.pair_topk.dispatch import path_of
 from headattr.model.load import DTYPES, LoadedModel
 from headattr.model.outline import outline_model
-from headattr.model.tokens import Prompt, decide_bos, tokenize
 from headattr.model.sites import Site
+from headattr.model.tokens import Prompt, decide_bos, tokenize
 from headattr.plan import (
     GUESSED_SLOTS,
     distinct,
@@ -107,9 +107,7 @@ def estimate_run(config: RunConfig) -> dict[str, Any]:
     layers = sorted({head.layer for head in heads})
     outputs, reasons = plan_outputs(config, layers, sources)
     sources = sources._replace(outputs={view.place: view for view in outputs.values()})
-    plans = [
-        plan_layer(config, model, layer, heads, sources, outputs, reasons) for layer in layers
-    ]
+    plans = [plan_layer(config, model, layer, heads, sources, outputs, reasons) for layer in layers]
     bos = decide_bos(model.tokenizer, config.bos, declared_bos(distinct(sources)))
     prompts, aside = tokenize(model, inputs.texts.prompts, bos, truncate=config.truncate)
     rule = parse_edge_rule(config.edges)
@@ -292,7 +290,8 @@ def _edge_bytes(
             memory += count * (8 if column.kind in ("q", "k", "o") else 4)
         return disk, memory
 
-    disk, memory = table(edge_columns(capped=plan.softcap is not None), "qk")
+    columns = edge_columns(capped=plan.softcap is not None, parts=False)
+    disk, memory = table(columns, "qk")
     if plan.output is not None:
         more = table(OV, "ov")
         disk, memory = disk + more[0], memory + more[1]
@@ -350,6 +349,7 @@ def _block_bytes(
         every=plan.every_output,
         d_head=budget.shape.d_head,
         kinds=_KINDS,
+        parts=0,
         topk=config.topk,
         top_marginals=TOP_MARGINALS,
         rank=config.rank,

@@ -18,7 +18,7 @@ from headattr.model.proof import TOLERANCE
 from headattr.model.tokens import Prompt
 from headattr.plan import Run, label_lines, make_run
 from headattr.query import SourceNames, edge_answer, source_names
-from headattr.store.columns import OV, Column, edge_columns
+from headattr.store.columns import Column, edge_columns, ov_columns
 from headattr.store.rows import Active, EdgeRow, OvRow
 from headattr.tables import LayerTable, OvTable
 
@@ -119,17 +119,18 @@ def _row_of(
     ov = None
     if table.ov is not None:
         whole = float(table.ov.block_completeness[edge.q_pos])
-        ov = OvRow(block_completeness=whole, **_cells(table.ov, OV))
+        ov = OvRow(block_completeness=whole, **_cells(table.ov, ov_columns(parts=True)))
     return EdgeRow(
         edge=edge,
         tokens=tokens,
         flagged=bool(table.flagged[edge.k_pos]),
         kinds=table.kinds,
+        parts=table.parts,
         q_active=q_active,
         k_active=k_active,
         o_active=o_active,
         ov=ov,
-        **_cells(table, edge_columns(capped=True)),
+        **_cells(table, edge_columns(capped=True, parts=True)),
     )
 
 

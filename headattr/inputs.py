@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from headattr.basis.dictionary import Release
-from headattr.basis.formats.registry import open_release
+from headattr.basis.formats.registry import open_release, open_releases
 from headattr.basis.load import check_files
 from headattr.config import EVERY_LAYER, RunConfig, SourceSpec, check_specs, parse_specs
 from headattr.errors import UsageError
@@ -97,12 +97,12 @@ def releases_of(specs: Sequence[str]) -> list[NamedRelease]:
     found: dict[Any, NamedRelease] = {}
     for text in specs:
         for spec in parse_specs((text,), "basis", embedded):
-            key = spec.target
-            if spec.kind != "sae" or key in found:
+            if spec.kind != "sae":
                 continue
-            release = open_release(spec.target)
             layer = None if spec.layer == EVERY_LAYER else spec.layer
-            found[key] = NamedRelease(release.name, release, layer)
+            one = layer is not None
+            for release in [open_release(spec.target)] if one else open_releases(spec.target):
+                found.setdefault(release.path, NamedRelease(release.name, release, layer))
     if not found:
         raise UsageError(f"{', '.join(specs) or 'nothing'} names no dictionary; expected its PATH")
     return list(found.values())

@@ -120,7 +120,9 @@ def _check(**given: tuple[Any, tuple[str, ...]]) -> None:
 
 def _tokens(model: LoadedModel, prompt: Any, bos: str, bases: dict[int, Any]) -> tuple[int, ...]:
     texts = texts_from_memory([prompt])
-    decided = decide_bos(model.tokenizer, bos, declared_bos(basis.source for basis in bases.values()))
+    decided = decide_bos(
+        model.tokenizer, bos, declared_bos(basis.source for basis in bases.values())
+    )
     found, aside = tokenize(model, texts.prompts, decided, truncate=False)
     if problems := [*texts.set_aside, *aside]:
         raise UsageError(f"the prompt cannot run: {problems[0].reason}")

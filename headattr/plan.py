@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from headattr.basis.component import SourceInfo
+from headattr.basis.component import Place, SourceInfo
 from headattr.basis.load import Sources, declared_bos, load_sources
 from headattr.budget import Shape, widest_layer
 from headattr.config import RunConfig, canonical_hash
@@ -176,6 +176,13 @@ def plan_outputs(
             found[layer] = sources.outputs[min(hearing)]
             found[layer].check_read(config.read)
             continue
+        beside = sources.outputs.get(Place(layer, 0))
+        if beside is not None and beside.source.about.kind == "transcoder":
+            raise DictionaryError(
+                f"--output {layer}={beside.source.about.path or beside.source.about.name}: in this "
+                "model attention and MLP read the same stream side by side, so that the transcoder "
+                f"of layer {layer} does not read this attention; expected an output behind it"
+            )
         implied = sources.bases.get(layer + 1)
         if implied is None:
             given = "no --output was given"
@@ -198,7 +205,7 @@ def implied_output(basis: Any, read: str) -> Any:
     is none."""
     if basis.source.about.kind == "tokens":
         raise DictionaryError("tokens read nothing")
-    if not hasattr(basis, "reads"):
+    if not hasattr(basis, "check_read"):
         raise DictionaryError(
             "the basis of the next layer are transcoders of MLPs below it, which do not read it: "
             "add --output, as PATH of the transcoders for each layer's own"
@@ -234,9 +241,14 @@ def plan_layer(
 
 
 def shape_of(
-    model: LoadedModel, plans: Sequence[LayerPlan], sources: Sequence[Any], slots: Sequence[int]
+    model: LoadedModel,
+    plans: Sequence[LayerPlan],
+    sources: Sequence[Any],
+    slots: Sequence[int],
+    views: Sequence[Any] = (),
 ) -> Shape:
-    """What the memory of a prompt depends on; `slots`: active features a position, by source."""
+    """What the memory of a prompt depends on; `slots`: active features a position, by source;
+    `views`: bases and outputs."""
     weights = model.family.head_weights(model.hf, plans[0].layer)
     outputs = [plan.output for plan in plans if plan.output is not None]
     return Shape(
@@ -250,7 +262,8 @@ def shape_of(
         reads=max((slots[output] for output in outputs), default=0),
         features=max(source.about.n_features for source in sources),
         layers=len(plans),
-        sites=len({site for source in sources for site in source.sites}),
+        sites=len({site for one in (*sources, *views) for site in one.sites}),
+        parts=max((getattr(view, "n_parts", 0) for view in views), default=0),
     )
 
 

@@ -20,7 +20,9 @@ class SourceNames(NamedTuple):
     name: str
     kind: str
     """feature, token or unembed."""
-    layer: int | None
+    groups: tuple[tuple[int, int, int], ...]
+    """(first id, features, layer) by the site that makes them; one group where there is one
+    site."""
     label: Callable[[int], str | None]
     density: Callable[[int], float | None]
 
@@ -104,6 +106,8 @@ def edge_answer(
             "feature_share": row.feature_share,
             "q_features": _sizes(q_features, row, "q"),
             "k_features": _sizes(k_features, row, "k"),
+            "q_parts": _parts(row, "q"),
+            "k_parts": _parts(row, "k"),
             "elsewhere": k_contrasts["elsewhere"],
             "contrast_totals": {"query": q_contrasts, "key": k_contrasts},
             "contrast_completeness": row.contrast_completeness,
@@ -136,6 +140,22 @@ def _sizes(
     ]
 
 
+def _parts(row: EdgeRow, side: Literal["q", "k"]) -> list[dict[str, Any]]:
+    """The strongest named components of one side among several of their kind."""
+    columns = [getattr(row, f"{side}_part_{name}") for name in ("marginals", "contrasts")]
+    places = getattr(row, f"{side}_parts").tolist()
+    return [
+        {
+            "kind": row.parts[place][0],
+            "name": row.parts[place][1],
+            "marginal": float(marginal),
+            "contrast": float(contrast),
+        }
+        for place, marginal, contrast in zip(places, *columns, strict=True)
+        if place >= 0
+    ]
+
+
 def _ov_answer(
     row: EdgeRow, ov: OvRow, k_features: list[dict[str, Any]], output: SourceNames, read: str | None
 ) -> dict[str, Any]:
@@ -159,6 +179,11 @@ def _ov_answer(
             for v, norm in zip(ov.v_top.tolist(), ov.v_norms, strict=True)
             if v >= 0
         ],
+        "v_parts": [
+            {"kind": row.parts[place][0], "name": row.parts[place][1], "norm": float(norm)}
+            for place, norm in zip(ov.v_parts.tolist(), ov.v_part_norms, strict=True)
+            if place >= 0
+        ],
         "o_features": [
             {
                 **o_feature(o),
@@ -178,11 +203,20 @@ def _feature(names: SourceNames, feature: int, token: str | None) -> dict[str, A
     return {
         "kind": "feature" if names.kind == "feature" else "token",
         "source": names.name,
-        "layer": names.layer,
+        **_origin(names, feature),
         "id": feature,
         "label": label,
         "density": names.density(feature),
     }
+
+
+def _origin(names: SourceNames, feature: int) -> dict[str, int | None]:
+    """The layer that a feature comes from and, where a source has several, its index there."""
+    for first, count, layer in names.groups if names.kind == "feature" else ():
+        if first <= feature < first + count:
+            several = {"index": feature - first} if len(names.groups) > 1 else {}
+            return {"layer": layer, **several}
+    return {"layer": None}
 
 
 def _names(store: Store, source: int) -> SourceNames:
@@ -201,9 +235,11 @@ def source_names(
 ) -> SourceNames:
     """Names for one entry of a manifest's sources."""
     kind = {"tokens": "token", "unembed": "unembed"}.get(entry["kind"], "feature")
-    return SourceNames(
-        entry["name"], kind, entry["layer"] if kind == "feature" else None, label, density
-    )
+    counts = [(group["features"], group["layer"]) for group in entry["groups"]]
+    counts = counts or [(entry["n_features"], entry["layer"])]
+    starts = [sum(count for count, _ in counts[:i]) for i in range(len(counts))]
+    groups = tuple((start, *found) for start, found in zip(starts, counts, strict=True))
+    return SourceNames(entry["name"], kind, groups, label, density)
 
 
 def head_shares(store: Store) -> dict[HeadId, dict[str, float]]:

@@ -28,6 +28,9 @@ class OvTable(NamedTuple):
     o_reads: NDArray[np.floating]
     o_totals: NDArray[np.floating]
     """[edge, 8, kind] each read split over the kinds of value component."""
+    v_parts: NDArray[np.integer]
+    """[edge, part] the members of kinds with the largest |w_ij,part|, at most 8."""
+    v_part_norms: NDArray[np.floating]
     block_completeness: NDArray[np.floating]
     """[q_pos] for the whole block, all heads and keys."""
 
@@ -74,6 +77,15 @@ class LayerTable(NamedTuple):
     k_marginals: NDArray[np.floating]
     k_contrasts: NDArray[np.floating]
     k_ablations: NDArray[np.floating]
+    parts: tuple[tuple[str, str], ...]
+    """(kind, name) of the members of kinds that have several: the attention output of layer 3."""
+    q_parts: NDArray[np.integer]
+    """[edge, part] the strongest of them, at most 8, as the features are."""
+    q_part_marginals: NDArray[np.floating]
+    q_part_contrasts: NDArray[np.floating]
+    k_parts: NDArray[np.integer]
+    k_part_marginals: NDArray[np.floating]
+    k_part_contrasts: NDArray[np.floating]
     n_nonfinite: int
     flagged: NDArray[np.bool_]
     """[pos] positions that swallow attention: the first, and those of over 10 times the median
@@ -102,6 +114,7 @@ class LayerFacts(NamedTuple):
     layer: int
     heads: NDArray[np.int32]
     kinds: tuple[str, ...]
+    parts: tuple[tuple[str, str], ...]
     n_nonfinite: int
     flagged: NDArray[np.bool_]
     sink_share: NDArray[np.floating]

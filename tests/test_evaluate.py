@@ -201,7 +201,7 @@ def test_shares_of_outputs_are_as_written_down(family: str) -> None:
         assert isinstance(one, PromptCapture)
         kept = one.layers[1]
         x, made = kept.resid_pre.double(), source.components(one, source.active(one)).sparse_sum
-        sigma, scale = weights.norm.sigma(x), weights.output_scale(kept.attn_out).double()
+        sigma, scale = weights.norm.sigma(x), weights.writes.output_scale(kept.attn_out).double()
         for head in range(model.n_heads):
             group = weights.kv_head(head)
             # the norm's gain and centring on a part, its scale of the whole
@@ -209,7 +209,7 @@ def test_shares_of_outputs_are_as_written_down(family: str) -> None:
             seen = (gain * weights.norm.gain.double() / sigma[:, None]) @ weights.W_V[
                 group
             ].double()
-            pattern, W = kept.pattern[head].double(), weights.written[head].double()
+            pattern, W = kept.pattern[head].double(), weights.writes.written[head].double()
             out, explained = (
                 scale[:, None] * (pattern @ v @ W) for v in (kept.V[:, group].double(), seen)
             )

@@ -16,6 +16,7 @@ from typing import Any
 
 import h5py
 import hdf5plugin  # noqa: F401  registers the zstd filter
+import made
 import numpy as np
 import pytest
 import tiny
@@ -365,10 +366,27 @@ def capped(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def test_every_dataset_and_attribute_is_in_format_md(finished: Path, capped: Path) -> None:
+@pytest.fixture(scope="module")
+def stacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run whose basis has several components of a kind."""
+    out = tmp_path_factory.mktemp("stacked") / "results"
+    headattr.attribute(
+        tiny.llama(),
+        {2: made.transcoders(0, 1)},
+        TEXTS[:2],
+        out,
+        output="unembed",
+    ).close()
+    return out
+
+
+def test_every_dataset_and_attribute_is_in_format_md(
+    finished: Path, capped: Path, stacked: Path
+) -> None:
     text, described = FORMAT.read_text(encoding="utf-8"), described_datasets()
     seen: set[str] = set()
-    for name, value in (*content(finished).items(), *content(capped).items()):
+    runs = (finished, capped, stacked)
+    for name, value in [item for run in runs for item in content(run).items()]:
         _, path, *attribute = name.split()
         known = re.sub(r"^layer/\d+/?", "", re.sub(r"^source/\d+", "source/S", path))
         for part in attribute:

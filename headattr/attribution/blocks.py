@@ -23,6 +23,8 @@ class Sizes(NamedTuple):
     """Are these all features of the output, shared by all queries?"""
     d_head: int
     kinds: int
+    parts: int
+    """Members of kinds that have several."""
     topk: int
     top_marginals: int
     rank: Rank
@@ -47,11 +49,12 @@ def blocks_of(sizes: Sizes, memory: int) -> Blocks:
     """Blocks of about `memory` bytes in all; one row and one edge at least."""
     slots, d, top = max(1, sizes.slots), sizes.d_head, sizes.top_marginals
     a_row = 8 * (10 * sizes.length + 3 * sizes.used + 3 * slots * d)
+    a_row += 16 * sizes.parts * d
     rows = max(1, min(_MOST_ROWS, memory // 4 // a_row))
-    a_result = 2 * (40 * sizes.topk + 32 * sizes.kinds**2 + 100 * top)
+    a_result = 2 * (16 * min(top, sizes.parts) + 40 * sizes.topk + 32 * sizes.kinds**2 + 100 * top)
     kept = max(1, memory // 8 // a_result)
     pairs = slots if sizes.rank == "contrast" else 0
-    an_edge = 8 * (20 * slots + 3 * pairs * d) + 16 * slots * d + 24 * sizes.topk
+    an_edge = 8 * (20 * slots + 10 * sizes.parts + 3 * pairs * d) + 16 * slots * d + 24 * sizes.topk
     if sizes.reads:
         an_edge += 4 * sizes.reads * (6 if sizes.every else 12 * d)
         an_edge += 12 * top * d

@@ -35,6 +35,8 @@ class RowSums(NamedTuple):
     """r = s' / s."""
     kinds: Float[Tensor, "row kind d_head"]
     """Weighted sums of the keys' kinds."""
+    parts: Float[Tensor, "row part d_head"]
+    """And of their members."""
     mean: Float[Tensor, "row"]
     """E_A[s'], from the model's own scores."""
     size: Float[Tensor, "row"]
@@ -70,6 +72,11 @@ class Sizes(NamedTuple):
     """Contrasts by kind of component."""
     k_kinds: Float[Tensor, "edge kind_plus_1"]
     """The last is `elsewhere`."""
+    q_part_marginals: Float[Tensor, "edge part"]
+    k_part_marginals: Float[Tensor, "edge part"]
+    q_part_contrasts: Float[Tensor, "edge part"]
+    k_part_contrasts: Float[Tensor, "edge part"]
+    """Of the members of kinds."""
     total: Float[Tensor, "edge"]
     """s'_ij - E_A[s'_i.], from the model's own scores: what each side's contrasts sum to."""
 
@@ -100,6 +107,7 @@ def rows_of(
         weight,
         ratio,
         einsum(weight, key.kinds[:keys], "row k_pos, k_pos kind d -> row kind d"),
+        einsum(weight, key.parts[:keys], "row k_pos, k_pos part d -> row part d"),
         (pattern * weights.capped(scores)).sum(1),
         pattern @ key.whole[:keys].norm(dim=-1),
         by_feature(key.entries, weight, scale * query.whole, len(key.table)),
@@ -129,6 +137,10 @@ def sizes(
     k_kinds = einsum(by_kind, Q[q_at], "edge kind d, edge d -> edge kind")
     q_kinds = einsum(query.kinds[q_at], ratio * K - mean[q_at], "edge kind d, edge d -> edge kind")
     here = contrast.sum(1)
+    q_parts = scale * read_lists(query.parts, q_at, K)
+    mean_of_parts = scale * einsum(query.parts, mean, "row part d, row d -> row part")
+    k_parts = read_lists(key.parts, k_at, Q[q_at])
+    shared_parts = einsum(rows.parts, Q, "row part d, row d -> row part")
     return Sizes(
         of_query,
         of_key,
@@ -136,5 +148,9 @@ def sizes(
         contrast,
         scale * q_kinds,
         torch.cat([here[:, None], k_kinds[:, 1:], (k_kinds[:, 0] - here)[:, None]], 1),
+        q_parts,
+        k_parts,
+        ratio * q_parts - mean_of_parts[q_at],
+        ratio * k_parts - shared_parts[q_at],
         capped - rows.mean[q_at],
     )

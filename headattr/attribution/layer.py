@@ -28,7 +28,7 @@ from headattr.attribution.qk import (
 )
 from headattr.attribution.shares import Rows, checked_pattern
 from headattr.attribution.sides import Side, project
-from headattr.attribution.task import Keep, LayerTask, swallow_attention, written_by
+from headattr.attribution.task import Keep, LayerTask, swallow_attention
 from headattr.kernels.pair_topk import batched
 from headattr.kernels.pair_topk.batched import PairTopK
 from headattr.kernels.pair_topk.dispatch import path_of
@@ -88,9 +88,9 @@ class _Layer:
         self.length, device = len(task.kept.resid_pre), task.kept.resid_pre.device
         self.flagged = swallow_attention(task.kept.resid_pre)
         self.on_flagged = torch.from_numpy(self.flagged).to(device)
-        block = None if task.output is None else task.output.block
-        self.writes = written_by(task.weights, by_head=block is not None)
-        self.block = task.kept.block if block is None else block
+        heads = None if task.output is None else task.output.block
+        self.writes = task.weights.writes if heads is None else task.weights.side_by_side
+        self.block = task.kept.block if heads is None else heads
         self.scale = self.writes.output_scale(task.kept.attn_out)
         self.output = (
             None if task.output is None else output_side(task.output, every=task.every_output)
@@ -241,6 +241,7 @@ class _Layer:
                 every=task.every_output,
                 d_head=task.weights.W_Q.shape[-1],
                 kinds=len(components.kinds),
+                parts=len(components.parts),
                 topk=task.topk,
                 top_marginals=task.top_marginals,
                 rank=task.rank,
@@ -261,6 +262,7 @@ class _Layer:
             layer=weights.layer,
             heads=np.array(task.heads, np.int32),
             kinds=task.components.kinds,
+            parts=tuple((part.kind, part.name) for part in task.components.parts),
             n_nonfinite=self.n_nonfinite,
             flagged=self.flagged,
             sink_share=self.sink_share,

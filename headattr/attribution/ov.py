@@ -27,7 +27,7 @@ from headattr.attribution.sides import Side
 from headattr.basis.component import Reads
 from headattr.kernels.pair_topk.batched import PairTopK
 from headattr.kernels.pair_topk.dispatch import topk_pairs
-from headattr.model.head import HeadWeights
+from headattr.model.head import Writes
 
 _CHUNK = 1 << 22  # numbers of a temporary over output features
 
@@ -70,6 +70,9 @@ class OvEdges(NamedTuple):
     o_reads: Float[Tensor, "edge top"]
     o_top: Int[Tensor, "edge top"]
     o_totals: Float[Tensor, "edge top kind"]
+    v_parts: Int[Tensor, "edge part"]
+    """The members of kinds that write most, and the norms of what they write."""
+    v_part_norms: Float[Tensor, "edge part"]
 
 
 def output_side(reads: Reads, *, every: bool) -> OutputSide:
@@ -90,6 +93,8 @@ class OvHead(NamedTuple):
     """W r_t of the head's `written` matrix, without the reads' scale."""
     written: Float[Tensor, "active_plus_1"]
     """|W W_V N_j[g]| of every active value feature, and a 0."""
+    parts_written: Float[Tensor, "pos part"]
+    """The same of the members of kinds."""
     own_written: Float[Tensor, "pos"]
     """|W v_j| of the model's own value vector."""
     missed: Float[Tensor, "pos d_head"]
@@ -112,7 +117,7 @@ class _Lists(NamedTuple):
 
 
 def ov_head(
-    weights: HeadWeights,
+    writes: Writes,
     head: int,
     value: Side,
     own_value: Float[Tensor, "pos d_head"],
@@ -123,14 +128,15 @@ def ov_head(
     """Project the output features into one head, and measure what its values write; `scale`: what
     the norm after attention multiplies a row by; `table`, if it is there already: the rows through
     the head's weights."""
-    triangle, prepared = weights.triangles[head].T, value.prepared
+    triangle, prepared = writes.triangles[head].T, value.prepared
     # values are neither normed nor rotated: a feature writes its direction times its coefficient
     written = (value.table.to(triangle) @ triangle).norm(dim=-1)
     return OvHead(
         value,
         output,
-        output.pushed(weights.written[head]) if table is None else table,
+        output.pushed(writes.written[head]) if table is None else table,
         pad(written[prepared.columns] * prepared.coefs.abs().to(written), (0, 1)),
+        (value.parts.to(triangle) @ triangle).norm(dim=-1),
         lengths(own_value @ triangle, torch.finfo(own_value.dtype).eps),
         (value.whole - own_value).to(own_value),
         scale,
@@ -204,7 +210,21 @@ def ov_edges(
         at_slots(reads, o_top),
         o_top,
         o_totals,
+        *_strongest_parts(head.parts_written[k_pos], pattern, top_marginals),
     )
+
+
+def _strongest_parts(
+    written: Float[Tensor, "edge part"], pattern: Float[Tensor, "edge"], n: int
+) -> tuple[Tensor, Tensor]:
+    """The members of kinds that write most through each edge, and the norms of that."""
+    n = min(n, written.shape[1])
+    if not n:
+        none = written.new_zeros(len(written), 0)
+        return none.long(), none
+    counts = torch.full_like(pattern, written.shape[1], dtype=torch.long)
+    top = strongest(written, counts, n)
+    return top, at_slots(written, top) * pattern[:, None].abs()
 
 
 def block_completeness(

@@ -7,7 +7,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from headattr.basis.rows import Matrix
-from headattr.model.head import HeadWeights
+from headattr.model.head import HeadWeights, Writes
 
 _BLOCK = 256
 """Rows that are made together, always the same ones: what a row is to the last bit does not depend
@@ -50,6 +50,6 @@ def read_maps(
     return maps
 
 
-def written_maps(weights: HeadWeights, heads: tuple[int, ...]) -> dict[Hashable, Tensor]:
+def written_maps(writes: Writes, heads: tuple[int, ...]) -> dict[Hashable, Tensor]:
     """What turns output features into what they read of some heads' values."""
-    return {("output", head): weights.written[head].T for head in heads}
+    return {("output", head): writes.written[head].T for head in heads}

@@ -46,6 +46,13 @@ class QkEdges(NamedTuple):
     k_marginals: Float[Tensor, "edge top"]
     k_contrasts: Float[Tensor, "edge top"]
     k_ablations: Float[Tensor, "edge top"]
+    q_parts: Int[Tensor, "edge part"]
+    """The strongest members of kinds, by their place in `Components.parts`."""
+    q_part_marginals: Float[Tensor, "edge part"]
+    q_part_contrasts: Float[Tensor, "edge part"]
+    k_parts: Int[Tensor, "edge part"]
+    k_part_marginals: Float[Tensor, "edge part"]
+    k_part_contrasts: Float[Tensor, "edge part"]
 
 
 @dataclass(frozen=True)
@@ -98,6 +105,13 @@ def qk_edges(
     k_top = strongest(k_ranked, key.counts[ends.k_at], top_marginals)
     q_marginals = at_slots(found.q_marginals, q_top)
     k_marginals = at_slots(found.k_marginals, k_top)
+    q_parts, k_parts = (
+        _strongest_parts(marginals, contrasts, top_marginals, rank)
+        for marginals, contrasts in (
+            (found.q_part_marginals, found.q_part_contrasts),
+            (found.k_part_marginals, found.k_part_contrasts),
+        )
+    )
     q_ablations, k_ablations = ablations(
         query, key, scale, ends, (q_top, q_marginals), (k_top, k_marginals)
     )
@@ -119,7 +133,22 @@ def qk_edges(
         k_marginals,
         at_slots(found.k_contrasts, k_top),
         k_ablations,
+        *q_parts,
+        *k_parts,
     )
+
+
+def _strongest_parts(
+    marginals: Float[Tensor, "edge part"], contrasts: Float[Tensor, "edge part"], n: int, rank: Rank
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The strongest members of kinds of each edge: which, their marginals and contrasts."""
+    n = min(n, marginals.shape[1])
+    if not n:
+        none = marginals.new_zeros(len(marginals), 0)
+        return none.long(), none, none
+    counts = torch.full_like(marginals[:, 0], marginals.shape[1], dtype=torch.long)
+    top = strongest(marginals if rank == "value" else contrasts, counts, n)
+    return top, at_slots(marginals, top), at_slots(contrasts, top)
 
 
 def value_pairs(block: QkBlock, ends: Ends, key: Projected, topk: int) -> PairTopK:

@@ -91,7 +91,7 @@ def layer_shares(
     checked_pattern(weights, kept, tolerance)
     exact = components.sparse_sum.dtype
     sigma = weights.norm.sigma(kept.resid_pre.to(exact))
-    scale = weights.output_scale(kept.attn_out).to(exact)
+    scale = weights.writes.output_scale(kept.attn_out).to(exact)
     length = len(kept.resid_pre)
     step = max(1, min(_MOST_ROWS, memory // (8 * 10 * length)))
     given = components, sigma, kept.rotary
@@ -102,7 +102,7 @@ def layer_shares(
         key = project_kinds(weights, "key", group, *given)
         value = project_kinds(weights, "value", group, *given)
         Q, K = kept.Q[:, head].to(exact), kept.K[:, group].to(exact)
-        written = weights.written[head].to(exact)
+        written = weights.writes.written[head].to(exact)
         for start in range(0, length, step):
             rows = Rows(weights, kept.scale, Q, K, start, min(start + step, length))
             scores[at] += rows.share_sums(query, key).cpu().numpy()

@@ -37,6 +37,8 @@ class Projected:
     """Of the features; 0 behind each position's last."""
     kinds: Float[Tensor, "pos kind d_head"]
     """float64."""
+    parts: Float[Tensor, "pos part d_head"]
+    """float64; members of the kinds that have several."""
     constant: Float[Tensor, "pos d_head"]
     """The part of the bias that no change of the stream scales: norm bias and b_Q (b_K, b_V)."""
     regrow: Float[Tensor, "pos slot"]
@@ -117,6 +119,13 @@ class Side(Kinds):
     prepared: Prepared
     table: Float[Tensor, "unique d_head"]
     """Directions through the weights: before coefficients, norm and rotation."""
+    plain_parts: Float[Tensor, "pos part d_head"]
+    """Members of kinds, before norm and rotation."""
+
+    @cached_property
+    def parts(self) -> Float[Tensor, "pos part d_head"]:
+        """The members of kinds, as the head sees them."""
+        return self._seen(self.plain_parts, None)
 
     @cached_property
     def entries(self) -> Keys:
@@ -148,6 +157,7 @@ class Side(Kinds):
             active.counts[positions],
             columns,
             self.kinds[positions],
+            self.parts[positions],
             self._seen(constant, positions),
             regrow,
             self._head_regrow(index, inside, positions),
@@ -210,9 +220,14 @@ def project(
 ) -> Side:
     """One side of one head (`head` is the kv head for keys and values), rotated where it has to
     be; `table`, if it is there already: the prompt's directions through the head's weights."""
-    found = project_kinds(weights, side, head, prepared.components, prepared.sigma, rotary)
-    table = prepared.pushed(weights.folded[side][head]) if table is None else table
-    return Side(found.plain_kinds, found.plain_constant, found.norm, found.rotary, prepared, table)
+    W, sigma, parts = weights.folded[side][head], prepared.sigma, prepared.components.parts
+    found = project_kinds(weights, side, head, prepared.components, sigma, rotary)
+    members = found.plain_kinds.new_zeros(len(sigma), len(parts), W.shape[1])
+    for i, part in enumerate(parts):
+        members[:, i] = part.vectors.to(members) @ W / sigma[:, None]
+    table = prepared.pushed(W) if table is None else table
+    kinds = found.plain_kinds, found.plain_constant, found.norm, found.rotary
+    return Side(*kinds, prepared, table, members)
 
 
 def project_kinds(

@@ -2,10 +2,9 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
-import torch
 from jaxtyping import Float
 from numpy.typing import NDArray
 from torch import Tensor
@@ -54,17 +53,6 @@ class LayerTask:
     """The output's rows through `written_maps`, likewise."""
     tolerance: float = math.inf
     """How far the rebuilt pattern may be off before the prompt is refused."""
-
-
-def written_by(weights: HeadWeights, *, by_head: bool) -> HeadWeights:
-    """The weights by which values reach what is read: what attention adds to the stream, or
-    (`by_head`) the heads' outputs side by side, each in its own slot of that vector."""
-    if not by_head:
-        return weights
-    n_heads, d_head = weights.W_O.shape[:2]
-    slots = torch.eye(n_heads * d_head, dtype=weights.W_O.dtype, device=weights.W_O.device)
-    zero = torch.zeros_like(slots[0])
-    return replace(weights, W_O=slots.unflatten(0, (n_heads, d_head)), b_O=zero, post_norm=None)
 
 
 def swallow_attention(resid_pre: Float[Tensor, "pos d_model"]) -> NDArray[np.bool_]:

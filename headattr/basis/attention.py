@@ -1,5 +1,6 @@
-"""A dictionary of what one layer's attention gives, as output: its heads' outputs before W_O (hook_z)
-or their sum as it is added to the stream (attn_out). It reads the heads of its own layer alone."""
+"""A dictionary of what one layer's attention gives, as output: its heads' outputs before W_O
+(hook_z) or their sum as it is added to the stream (attn_out). It reads its own layer's heads alone.
+"""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -37,11 +38,6 @@ class AttentionOutput:
     def layer(self) -> int:
         """Of the attention."""
         return self.site.layer
-
-    @property
-    def by_head(self) -> bool:
-        """Does it read the heads' outputs side by side, before W_O?"""
-        return self.site.kind == "z"
 
     @property
     def place(self) -> Place:

@@ -19,6 +19,7 @@ from headattr.basis.rows import WHOLE, Matrix, mapped, matrix
 from headattr.errors import DictionaryError
 
 _LAYER_NORM_EPS = 1e-5  # what sae_lens adds to the deviation of its input
+_SOME_OF_ALL = ("topk", "rawtopk", "abstopk")  # kinds that choose among all features
 
 
 class Seen(NamedTuple):
@@ -149,13 +150,13 @@ class Coder:
             return self._pursuit.encode(us[0])
         pre = self._pre(us, slice(None))
         activation = self.dictionary.activation
-        if activation.kind not in ("topk", "abstopk"):
+        if activation.kind not in _SOME_OF_ALL:
             return self._one_by_one(pre, us, slice(None))
         assert activation.k is not None
         sizes = pre.abs() if activation.kind == "abstopk" else pre
         ids = sizes.topk(min(activation.k, pre.shape[1]), -1).indices
         kept = pre.gather(1, ids)
-        kept = kept if activation.kind == "abstopk" else kept.relu()
+        kept = kept.relu() if activation.kind == "topk" else kept
         return torch.zeros_like(pre).scatter_(1, ids, kept)
 
     def _pre(self, us: Sequence[Tensor], some: slice) -> Float[Tensor, "pos some"]:
@@ -173,7 +174,8 @@ class Coder:
         """Activations that depend on a feature's own pre-activation alone."""
         kind = self.dictionary.activation.kind
         if kind == "gated":
-            assert self._gain is not None and self.b_enc is not None
+            assert self._gain is not None
+            assert self.b_enc is not None
             rows = self.W_enc[0][some] * self._gain[some, None]
             return (us[0] @ rows.T + self.b_enc[some]).relu() * (pre > 0)
         if kind == "relu":
@@ -188,7 +190,7 @@ class Coder:
         for start in range(0, self.dictionary.features, block):
             some = slice(start, min(start + block, self.dictionary.features))
             pre = self._pre(us, some)
-            if activation.kind in ("topk", "abstopk"):
+            if activation.kind in _SOME_OF_ALL:
                 assert activation.k is not None
                 sizes = pre.abs() if activation.kind == "abstopk" else pre
                 ids = sizes.topk(min(activation.k, pre.shape[1]), -1).indices
@@ -196,12 +198,12 @@ class Coder:
             else:
                 pos, ids = (acts := self._one_by_one(pre, us, some)).nonzero(as_tuple=True)
                 found.append((pos, ids + start, acts[pos, ids]))
-        if activation.kind in ("topk", "abstopk"):
+        if activation.kind in _SOME_OF_ALL:
             ids, pre = (torch.cat(parts, 1) for parts in zip(*found, strict=True))
             sizes = pre.abs() if activation.kind == "abstopk" else pre
             best = sizes.topk(min(activation.k or 0, pre.shape[1]), -1).indices
             ids, acts = ids.gather(1, best), pre.gather(1, best)
-            acts = acts if activation.kind == "abstopk" else acts.relu()
+            acts = acts.relu() if activation.kind == "topk" else acts
             pos, slot = acts.nonzero(as_tuple=True)
             ids, acts = ids[pos, slot], acts[pos, slot]
         else:

@@ -168,8 +168,8 @@ class CrosscoderAt:
 
 @dataclass(frozen=True)
 class CrosscoderOutput:
-    """A crosscoder at one site as output: the features whose encoder reads it, or with decoder reads
-    all that write it."""
+    """A crosscoder at one site as output: the features whose encoder reads it, or with decoder
+    reads all that write it."""
 
     at: CrosscoderAt
     read: str
@@ -268,7 +268,7 @@ def check_crosscoder(release: Release, d_model: int | None) -> None:
                 f"{where} reads or writes {', '.join(odd)}; expected a crosscoder of the residual "
                 "stream between blocks"
             )
-        if d.frame != Frame():
+        if d.frame._replace(undone=True) != Frame():
             raise DictionaryError(
                 f"{where}: a crosscoder whose input is normalised ({d.frame}) is not built; "
                 "expected scales that are folded into its weights, site by site"
@@ -298,6 +298,8 @@ def joined_about(
         for d in release.dictionaries
         for site in [d.reads[0] if len(d.reads) == 1 else None]
     ]
+    root = Path(release.path) if release.path else None
+    labels = labels_of(root) if root is not None and root.is_dir() else first.labels
     kinds = " and ".join(dict.fromkeys(about.activation for about in abouts))
     bos = {about.prepend_bos for about in abouts}
     return first._replace(
@@ -310,18 +312,9 @@ def joined_about(
         hash="+".join(about.hash for about in abouts),
         assumed=tuple(assumed),
         prepend_bos=bos.pop() if len(bos) == 1 else None,
-        labels=_labels(release),
         groups=tuple(groups),
+        labels=labels,
     )
-
-
-def _labels(release: Release) -> str | None:
-    """Of all features together: beside the whole, or one file that all dictionaries name; ids of a
-    part's own file would be off."""
-    if release.path is not None and (found := labels_of(Path(release.path))) is not None:
-        return found
-    named = {d.labels for d in release.dictionaries}
-    return named.pop() if len(named) == 1 and len(release.dictionaries) == 1 else None
 
 
 def _reads(coder: Coder) -> list[Site]:

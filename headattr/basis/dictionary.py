@@ -22,10 +22,11 @@ from headattr.model.sites import Site
 class Activation(NamedTuple):
     """What makes activations of pre-activations."""
 
-    kind: Literal["relu", "jumprelu", "topk", "abstopk", "gated", "matching_pursuit"]
-    """jumprelu: relu(pre) where pre > threshold. topk: the k largest, negative ones as 0. abstopk:
-    the k of largest size, with their sign. gated: two rows a feature. matching_pursuit: no linear
-    encoder, sae_lens' own."""
+    kind: Literal["relu", "jumprelu", "topk", "rawtopk", "abstopk", "gated", "matching_pursuit"]
+    """jumprelu: relu(pre) where pre > threshold. topk: the k largest, negative ones as 0. rawtopk:
+    the k largest as they are, should there be fewer than k positive ones. abstopk: the k of largest
+    size, with their sign. gated: two rows a feature. matching_pursuit: no linear encoder, sae_lens'
+    own."""
     k: int | None = None
 
 
@@ -90,7 +91,7 @@ class Dictionary:
     features: int
     read: Callable[[], tuple[Tensors, str]]
     """Its tensors, and a hash of them and of all that changes a number. Raises DictionaryError."""
-    frame: Frame = Frame()
+    frame: Frame = Frame()  # noqa: RUF009 - a constant
     hook_name: str | None = None
     """The site it reads, as its file writes it."""
     prepend_bos: bool | None = None

@@ -17,7 +17,7 @@ from headattr.basis.crosscoder import (
 )
 from headattr.basis.dictionary import Release
 from headattr.basis.formats import saelens
-from headattr.basis.formats.registry import open_release
+from headattr.basis.formats.registry import open_release, open_releases
 from headattr.basis.plain import PlainDictionary, plain_basis
 from headattr.basis.sae import SaeBasis, check_fit, residual_basis
 from headattr.basis.tokens import token_basis
@@ -65,13 +65,13 @@ def check_files(specs: Sequence[SourceSpec], role: Role) -> list[SourceSpec]:
         if spec.kind != "sae" or not isinstance(spec.target, Path):
             found.append(spec)
             continue
-        release = open_release(spec.target)
-        if spec.layer == EVERY_LAYER:
-            layers = layers_of(release, role)
-            found += [spec._replace(layer=layer, spread=True) for layer in layers]
-        else:
-            check_release(release, spec.layer, role, None)
+        if spec.layer != EVERY_LAYER:
+            check_release(open_release(spec.target), spec.layer, role, None)
             found.append(spec)
+            continue
+        for release in open_releases(spec.target):
+            at = spec._replace(target=Path(release.path or spec.target), spread=True)
+            found += [at._replace(layer=layer) for layer in layers_of(release, role)]
     return found
 
 
@@ -109,7 +109,12 @@ def check_release(release: Release, layer: int, role: Role, d_model: int | None)
     else:
         check_transcoders(release, d_model, None)
         layers = [layer_of(d) for d in release.dictionaries]
-        if role == "basis" and layer > 0:
+        if role == "basis":
+            if layer < 1:
+                raise DictionaryError(
+                    f"{where} are transcoders of MLPs below a layer; there is none below layer 0: "
+                    "use 0=tokens"
+                )
             return
     if layer not in layers:
         what = "decomposes or reads the stream before" if release.kind == "crosscoder" else "has"

@@ -17,7 +17,7 @@ _INSIDE: dict[str, SiteKind] = {
     "hook_mlp_out": "mlp_out",
     "mlp.hook_out": "mlp_out",
     "mlp.hook_in": "mlp_in",
-    "hook_mlp_in": "mlp_in",
+    "hook_mlp_in": "resid_mid",  # a copy of the stream, before the norm
     "ln2.hook_normalized": "mlp_normed",
     "self_attn.o_proj.input": "z",
     "mlp.input": "mlp_in",
@@ -33,9 +33,9 @@ _KNOWN = (
 )
 
 
-def site_of(hook_name: str) -> Site:
+def site_of(hook_name: str, where: str = "the dictionary") -> Site:
     """The site of a hook's name, as TransformerLens, sparsify or Hugging Face write it; the output
-    of block N is resid_pre of N + 1.
+    of block N is resid_pre of N + 1. `where` says whose it is.
 
     Raises DictionaryError for every other name.
     """
@@ -46,7 +46,7 @@ def site_of(hook_name: str) -> Site:
     match = _IN_BLOCK.match(hook_name)
     if match and match.group(3) in _INSIDE:
         return Site(_INSIDE[match.group(3)], int(match.group(1) or match.group(2)))
-    raise DictionaryError(f"the dictionary's site is {hook_name!r}; expected {_KNOWN}")
+    raise DictionaryError(f"{where}'s site is {hook_name!r}; expected {_KNOWN}")
 
 
 def resid_pre_layer(hook_name: str) -> int:

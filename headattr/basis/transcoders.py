@@ -37,7 +37,7 @@ from headattr.basis.dictionary import Dictionary, Release
 from headattr.basis.rows import JoinedRows, Matrix, SummedRows, mapped
 from headattr.basis.sae import about_coder, check_linear, check_width
 from headattr.errors import DictionaryError
-from headattr.model.capture import PromptCapture
+from headattr.model.capture import PromptCapture, check_sites
 from headattr.model.family import Embedding
 from headattr.model.head import HeadWeights, Norm
 from headattr.model.load import LoadedModel
@@ -98,7 +98,7 @@ class Transcoders:
         site, start = Site("mlp_out", layer), 0
         features, bias, skip = None, None, None
         for coder, count in zip(self.coders, self.counts, strict=True):
-            targets = [s for s in coder.dictionary.writes]
+            targets = list(coder.dictionary.writes)
             if site in targets:
                 index = targets.index(site)
                 here = within(active, start, start + count)
@@ -146,18 +146,23 @@ class TranscodersAt:
     @property
     def sites(self) -> tuple[Site, ...]:
         """What it needs of a prompt: all that was added to the stream."""
-        model, needed = self.source.model, [Site("resid_pre", 0), Site("resid_pre", self.layer)]
+        needed = [Site("resid_pre", 0), Site("resid_pre", self.layer)]
         needed += [_read(c) for c in self.source.coders if layer_of(c.dictionary) < self.layer]
         for layer in range(self.layer):
             needed += [Site("attn_out", layer), Site("mlp_out", layer)]
             if self.source.heads_apart:
                 needed.append(Site("z", layer))
-        assert model is not None
         return tuple(dict.fromkeys(needed))
+
+    @property
+    def n_parts(self) -> int:
+        """Named components that are members of a kind."""
+        attention = self.source.model.n_heads + 1 if self.source.heads_apart else 1
+        return self.layer * (attention + 2) + 1
 
     @cached_property
     def directions(self) -> Matrix:
-        """What each feature writes to the stream before this layer, over all MLPs that it writes."""
+        """What each feature writes to the stream before this layer, by all MLPs that it writes."""
         parts = []
         for coder in self.source.coders:
             targets = [
@@ -219,7 +224,7 @@ class TranscodersAt:
         weights = model.family.head_weights(model.hf, layer)
         z = prompt.at(Site("z", layer)).unflatten(1, (weights.n_heads, -1))
         scale = _post_scale(weights, z)
-        heads = [scale * (z[:, h] @ weights.written[h]) for h in range(weights.n_heads)]
+        heads = [scale * (z[:, h] @ weights.writes.written[h]) for h in range(weights.n_heads)]
         rest = out - torch.stack(heads).sum(0)
         return [
             *(Part("attention", f"attention L{layer}H{h}", x) for h, x in enumerate(heads)),
@@ -331,6 +336,8 @@ def load_transcoder_output(release: Release, layer: int, model: LoadedModel) -> 
     if not found:
         layers = [layer_of(d) for d in release.dictionaries]
         raise DictionaryError(f"{where} has no transcoder of layer {layer}; it has {layers}")
+    if found[0].reads[0] is not None:
+        check_sites(model, [found[0].reads[0]])
     coder = Coder(found[0], model.dtype, model.device)
     read = _read(coder)
     assert model.family.mlp is not None
@@ -371,7 +378,9 @@ def check_transcoders(release: Release, d_model: int | None, n_layers: int | Non
                 f"{where} reads {read}; the model's layers are 0 to {n_layers - 1}"
             )
         if read.layer in seen:
-            raise DictionaryError(f"{where} has two transcoders of layer {read.layer}; expected one")
+            raise DictionaryError(
+                f"{where} has two transcoders of layer {read.layer}; expected one"
+            )
         seen.add(read.layer)
         check_width(d, d.d_in, d_model)
         check_width(d, d.d_out, d_model)
@@ -386,7 +395,7 @@ def _read(coder: Coder) -> Site:
 def _post_scale(weights: HeadWeights, z: Float[Tensor, "pos head d_head"]) -> Tensor:
     """What the norm after attention multiplies each row by, [pos, 1]."""
     summed = weights.b_O + sum(z[:, h] @ weights.W_O[h] for h in range(weights.n_heads))
-    return weights.output_scale(summed)[:, None]
+    return weights.writes.output_scale(summed)[:, None]
 
 
 def _check_rounding(rounding: Tensor, parts: Iterable[Tensor], layer: int) -> None:

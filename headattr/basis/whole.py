@@ -62,7 +62,7 @@ def written_rows(whole: Whole, model: LoadedModel) -> Matrix:
         return CrosscoderAt(source, source.residual[-1]).directions
     if isinstance(source, Transcoders):
         return TranscodersAt(source, len(model.layers)).directions
-    if isinstance(source, AttentionOutput) and source.by_head:
-        written = model.family.head_weights(model.hf, source.layer).written.flatten(0, 1)
+    if isinstance(source, AttentionOutput) and source.site.kind == "z":
+        written = model.family.head_weights(model.hf, source.layer).writes.written.flatten(0, 1)
         return ThroughRows(source.coder.directions(), written)
     return source.coder.directions()

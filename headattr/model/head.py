@@ -90,6 +90,44 @@ class Rotary(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Writes:
+    """What becomes of the heads' outputs: the matrix of each, a constant, and a norm behind their
+    sum."""
+
+    W_O: Float[Tensor, "head d_head width"]
+    b_O: Float[Tensor, "width"]
+    post_norm: Norm | None
+
+    @cached_property
+    def written(self) -> Float[Tensor, "head d_head width"]:
+        """W_O with the gain and centring of the norm after attention folded in."""
+        return self.W_O if self.post_norm is None else self.post_norm.linear(self.W_O)
+
+    def output_scale(self, attn_out: Float[Tensor, "pos d"]) -> Float[Tensor, "pos"]:
+        """What the norm after attention multiplies row i by, frozen: v @ written * scale_i."""
+        if self.post_norm is None:
+            return torch.ones_like(attn_out[:, 0])
+        return 1 / self.post_norm.sigma(attn_out)
+
+    def block_constant(self, scale: Float[Tensor, "pos"]) -> Float[Tensor, "pos width"]:
+        """What attention adds to the stream that belongs to no edge: M_i(b_O)."""
+        if self.post_norm is None:
+            return self.b_O.expand(len(scale), -1)
+        constant = scale[:, None] * self.post_norm.linear(self.b_O)
+        return constant if self.post_norm.bias is None else constant + self.post_norm.bias
+
+    @cached_property
+    def triangles(self) -> Float[Tensor, "head d_head d_head"]:
+        """T with T^T T = W W^T of each head's `written`: |v W| = |T v|, without going through
+        d_model."""
+        exact = torch.float32 if self.W_O.device.type == "mps" else torch.float64
+        W_O = self.written.to(exact)
+        gram = torch.linalg.eigh(W_O @ W_O.transpose(1, 2))
+        roots = gram.eigenvalues.clamp(min=0).sqrt()
+        return (roots[..., None] * gram.eigenvectors.transpose(1, 2)).to(self.W_O.dtype)
+
+
+@dataclass(frozen=True)
 class HeadWeights:
     """One attention layer of a model, in headattr's own layout, float32 or float64."""
 
@@ -151,31 +189,16 @@ class HeadWeights:
         return {"query": self.q_norm, "key": self.k_norm, "value": None}[side]
 
     @cached_property
-    def written(self) -> Float[Tensor, "head d_head d_model"]:
-        """W_O with the gain and centring of the norm after attention folded in."""
-        return self.W_O if self.post_norm is None else self.post_norm.linear(self.W_O)
-
-    def output_scale(self, attn_out: Float[Tensor, "pos d_model"]) -> Float[Tensor, "pos"]:
-        """What the norm after attention multiplies row i by, frozen: v @ written * scale_i."""
-        if self.post_norm is None:
-            return torch.ones_like(attn_out[:, 0])
-        return 1 / self.post_norm.sigma(attn_out)
-
-    def block_constant(self, scale: Float[Tensor, "pos"]) -> Float[Tensor, "pos d_model"]:
-        """What attention adds to the stream that belongs to no edge: M_i(b_O)."""
-        if self.post_norm is None:
-            return self.b_O.expand(len(scale), -1)
-        constant = scale[:, None] * self.post_norm.linear(self.b_O)
-        return constant if self.post_norm.bias is None else constant + self.post_norm.bias
+    def writes(self) -> "Writes":
+        """How values reach the stream."""
+        return Writes(self.W_O, self.b_O, self.post_norm)
 
     @cached_property
-    def triangles(self) -> Float[Tensor, "head d_head d_head"]:
-        """T with T^T T = W W^T of each head's `written`: |v W| = |T v|, without going through
-        d_model."""
-        W_O = self.written.to(self.folded["value"].dtype)
-        gram = torch.linalg.eigh(W_O @ W_O.transpose(1, 2))
-        roots = gram.eigenvalues.clamp(min=0).sqrt()
-        return (roots[..., None] * gram.eigenvectors.transpose(1, 2)).to(self.W_O.dtype)
+    def side_by_side(self) -> "Writes":
+        """How values reach the heads' outputs side by side, each head in its own slot."""
+        n_heads, d_head = self.W_O.shape[:2]
+        slots = torch.eye(n_heads * d_head, dtype=self.W_O.dtype, device=self.W_O.device)
+        return Writes(slots.unflatten(0, (n_heads, d_head)), torch.zeros_like(slots[0]), None)
 
     def vectors(
         self,

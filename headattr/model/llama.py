@@ -66,7 +66,10 @@ def decoder_family(
             norm(model.model.norm), model.lm_head.weight.detach()
         ),
         "mlp": lambda block: Mlp(
-            block.post_attention_layernorm, norm(block.post_attention_layernorm), block.mlp, block.mlp
+            block.post_attention_layernorm,
+            norm(block.post_attention_layernorm),
+            block.mlp,
+            block.mlp,
         ),
     }
     return Family(

@@ -86,11 +86,11 @@ def layer_errors(weights: HeadWeights, kept: LayerCapture) -> Errors:
     output = einsum(
         pattern,
         V.repeat_interleave(group, 1),
-        weights.written,
+        weights.writes.written,
         "head q_pos k_pos, k_pos head d, head d d_model -> q_pos d_model",
     )
-    frozen = weights.output_scale(kept.attn_out[rows])
-    output = output * frozen[:, None] + weights.block_constant(frozen)
+    frozen = weights.writes.output_scale(kept.attn_out[rows])
+    output = output * frozen[:, None] + weights.writes.block_constant(frozen)
     block = kept.block[rows]
     return Errors(
         float(_ratio((scores - own).abs(), size).masked_fill(~allowed, 0).max()),

@@ -3,6 +3,7 @@
 Hashes, structure, ranges, and the errors that every edge carries.
 """
 
+import json
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,7 +11,7 @@ from numpy.typing import NDArray
 
 from headattr.config import canonical_hash
 from headattr.errors import StoreError
-from headattr.store.columns import EDGE, OV
+from headattr.store.columns import edge_columns, ov_columns
 from headattr.store.format import (
     LABELS,
     SHARDS,
@@ -229,9 +230,11 @@ def _slot_problems(
         "q": longest(plan["basis"], begin + q_pos),
         "k": longest(plan["basis"], begin + k_pos),
     }
-    columns = list(EDGE.values())
+    names = json.loads(layer.attrs["parts"])
+    lengths["part"] = np.full(len(q_pos), len(names))
+    columns = list(edge_columns(capped=False, parts=bool(names)).values())
     if plan["output"] is not None:
-        columns += OV.values()
+        columns += ov_columns(parts=bool(names)).values()
         if not plan["every_output"]:
             lengths["o"] = longest(plan["output"], begin + q_pos)
     return {

@@ -10,9 +10,10 @@ class Column(NamedTuple):
     """Where a column is kept in its layer's group, and how."""
 
     dataset: str
-    kind: Literal["scalar", "array", "rounded", "q", "k", "o"]
-    """A float an edge, an array of floats, an array rounded as pair values are, or slots in an
-    active list: q_pos in the basis, k_pos in the basis, q_pos in the output."""
+    kind: Literal["scalar", "array", "rounded", "q", "k", "o", "part"]
+    """A float an edge, an array of floats, an array rounded as pair values are, slots in an
+    active list (q_pos in the basis, k_pos in the basis, q_pos in the output), or places among the
+    layer's parts."""
 
 
 EDGE: dict[str, Column] = {
@@ -38,6 +39,19 @@ EDGE: dict[str, Column] = {
     "k_contrasts": Column("qk/k_contrasts", "array"),
     "k_ablations": Column("qk/k_ablations", "array"),
 }
+PARTS: dict[str, Column] = {
+    "q_parts": Column("qk/q_parts", "part"),
+    "q_part_marginals": Column("qk/q_part_marginals", "array"),
+    "q_part_contrasts": Column("qk/q_part_contrasts", "array"),
+    "k_parts": Column("qk/k_parts", "part"),
+    "k_part_marginals": Column("qk/k_part_marginals", "array"),
+    "k_part_contrasts": Column("qk/k_part_contrasts", "array"),
+}
+OV_PARTS: dict[str, Column] = {
+    "v_parts": Column("ov/v_parts", "part"),
+    "v_part_norms": Column("ov/v_part_norms", "array"),
+}
+"""Only where kinds of the basis have members."""
 CAPPED: dict[str, Column] = {"score_capped": Column("score_capped", "scalar")}
 """Only where the layer caps its scores; elsewhere it is the score."""
 OV: dict[str, Column] = {
@@ -53,6 +67,11 @@ OV: dict[str, Column] = {
 }
 
 
-def edge_columns(*, capped: bool) -> dict[str, Column]:
+def edge_columns(*, capped: bool, parts: bool) -> dict[str, Column]:
     """The columns of a layer, by field."""
-    return EDGE | CAPPED if capped else EDGE
+    return EDGE | (CAPPED if capped else {}) | (PARTS if parts else {})
+
+
+def ov_columns(*, parts: bool) -> dict[str, Column]:
+    """The columns of what a layer's edges move."""
+    return OV | (OV_PARTS if parts else {})

@@ -12,7 +12,7 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import NDArray
 
-VERSION = "0.2"
+VERSION = "0.3"
 STORE_FORMAT, SHARD_FORMAT = "headattr-store", "headattr-shard"
 MANIFEST = "manifest.json"
 SHARDS, LABELS = "shards", "labels"

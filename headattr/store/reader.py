@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from headattr.edges import Edge, HeadId, parse_head, position_problem
 from headattr.errors import StoreError, UsageError
-from headattr.store.columns import OV, Column, edge_columns
+from headattr.store.columns import OV_PARTS, PARTS, Column, edge_columns, ov_columns
 from headattr.store.format import (
     LABELS,
     SHARDS,
@@ -134,19 +134,24 @@ class Store:
         base, basis, output = f"layer/{edge.layer}", int(attrs["basis"]), int(attrs["output"])
         q_at, k_at = begin + edge.q_pos, begin + edge.k_pos
         texts = shard.dataset("prompt/token_text")
-        capped = "softcap" in attrs
-        cells = _cells(shard, base, edge_columns(capped=capped), row)
+        capped, parts = "softcap" in attrs, json.loads(attrs["parts"])
+        cells = _cells(shard, base, edge_columns(capped=capped, parts=bool(parts)), row)
         cells.setdefault("score_capped", cells["score"])
+        none: dict[str, Any] = dict.fromkeys(PARTS, np.empty(0, np.float32))
+        cells = none | cells
         ov = None
         if output >= 0:
             whole = float(shard.dataset(f"{base}/ov/block_completeness")[q_at])
-            ov = OvRow(block_completeness=whole, **_cells(shard, base, OV, row))
+            moved: dict[str, Any] = _cells(shard, base, ov_columns(parts=bool(parts)), row)
+            moved = dict.fromkeys(OV_PARTS, np.empty(0, np.float32)) | moved
+            ov = OvRow(block_completeness=whole, **moved)
         by_id = output < 0 or bool(attrs["every_output"])
         return EdgeRow(
             edge=edge,
             tokens=(texts[q_at].decode(), texts[k_at].decode()),
             flagged=bool(shard.dataset(f"{base}/flagged")[k_at]),
             kinds=tuple(json.loads(attrs["kinds"])),
+            parts=tuple((kind, name) for kind, name in parts),
             q_active=shard.active(basis, q_at),
             k_active=shard.active(basis, k_at),
             o_active=None if by_id else shard.active(output, q_at),
@@ -291,7 +296,7 @@ def _cells(shard: Shard, base: str, columns: dict[str, Column], row: int) -> dic
     cells: dict[str, Any] = {}
     for name, column in columns.items():
         value = shard.dataset(f"{base}/{column.dataset}")[row]
-        slots = column.kind in ("q", "k", "o")
+        slots = column.kind in ("q", "k", "o", "part")
         cells[name] = decode_slots(value) if slots else value
         if column.kind == "scalar":
             cells[name] = float(value)

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headattr.edges import Edge
-from headattr.store.columns import OV, edge_columns
+from headattr.store.columns import edge_columns, ov_columns
 
 
 class Active(NamedTuple):
@@ -29,6 +29,8 @@ class OvRow(NamedTuple):
     o_top: NDArray[np.int64]
     o_reads: NDArray[np.float32]
     o_totals: NDArray[np.float32]
+    v_parts: NDArray[np.integer]
+    v_part_norms: NDArray[np.floating]
 
 
 class EdgeRow(NamedTuple):
@@ -66,6 +68,14 @@ class EdgeRow(NamedTuple):
     k_marginals: NDArray[np.floating]
     k_contrasts: NDArray[np.floating]
     k_ablations: NDArray[np.floating]
+    parts: tuple[tuple[str, str], ...]
+    """(kind, name) of the members of kinds that have several."""
+    q_parts: NDArray[np.integer]
+    q_part_marginals: NDArray[np.floating]
+    q_part_contrasts: NDArray[np.floating]
+    k_parts: NDArray[np.integer]
+    k_part_marginals: NDArray[np.floating]
+    k_part_contrasts: NDArray[np.floating]
 
 
 def fault(row: EdgeRow) -> str | None:
@@ -74,8 +84,11 @@ def fault(row: EdgeRow) -> str | None:
     q, k, o = (
         active and len(active.features) for active in (row.q_active, row.k_active, row.o_active)
     )
-    lengths = {"q": q, "k": k, "o": o}
-    for table, columns in ((row, edge_columns(capped=True)), (row.ov, OV)):
+    lengths = {"q": q, "k": k, "o": o, "part": len(row.parts)}
+    for table, columns in (
+        (row, edge_columns(capped=True, parts=True)),
+        (row.ov, ov_columns(parts=True)),
+    ):
         for name, column in columns.items() if table is not None else ():
             value, longest = getattr(table, name), lengths.get(column.kind)
             if not np.isfinite(value).all():

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headattr.errors import StoreError
-from headattr.store.columns import OV, Column, edge_columns
+from headattr.store.columns import Column, edge_columns, ov_columns
 from headattr.store.format import (
     MANTISSA_BITS,
     PAIR_CHUNK,
@@ -198,10 +198,11 @@ class _Layer:
     def widen(self, longest: dict[int, int]) -> None:
         """Slots reach lists of this length, by source."""
         plan, basis = self.plan, slot_type(longest[self.plan.basis])
-        self.slots = {"q": basis, "k": basis}
+        self.slots = {"q": basis, "k": basis, "part": np.dtype(np.uint16)}
         if plan.output is not None:
             self.slots["o"] = slot_type(1 << 31 if plan.every_output else longest[plan.output])
-        for columns, prefix in ((edge_columns(capped=True), ""), (OV, "ov.")):
+        every = edge_columns(capped=True, parts=True)
+        for columns, prefix in ((every, ""), (ov_columns(parts=True), "ov.")):
             for name, column in columns.items():
                 if column.kind in self.slots and prefix + name in self.columns:
                     self.columns[prefix + name].widen(self.slots[column.kind])
@@ -213,9 +214,11 @@ class _Layer:
         self.counts[-1][self.plan.heads.index(part.head)] += len(part.columns["q_pos"])
         keys = make_keys(part.columns["q_pos"], part.columns["k_pos"], self.keys)
         self._column("key", Column("key", "scalar")).append(keys)
-        kept = [("", edge_columns(capped=self.plan.softcap is not None), part.columns)]
+        parts = part.columns["q_parts"].shape[1] > 0
+        columns = edge_columns(capped=self.plan.softcap is not None, parts=parts)
+        kept = [("", columns, part.columns)]
         if part.ov is not None:
-            kept.append(("ov.", OV, part.ov))
+            kept.append(("ov.", ov_columns(parts=parts), part.ov))
         for prefix, columns, found in kept:
             for name, column in columns.items():
                 slots = column.kind in self.slots
@@ -244,6 +247,7 @@ class _Layer:
         group.attrs.update(
             heads=np.array(plan.heads, np.int32),
             kinds=json.dumps(facts[0].kinds),
+            parts=json.dumps(facts[0].parts),
             basis=plan.basis,
             output=-1 if plan.output is None else plan.output,
             read=plan.read or "",

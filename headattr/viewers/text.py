@@ -26,6 +26,13 @@ def render_edge(answer: dict[str, Any], *, pairs: int = 8, features: int = 3) ->
     for side in ("query", "key") if features else ():
         lines.append(f"      marginal   contrast   ablation   {side} features")
         lines += [_feature_line(feature) for feature in qk[f"{side[0]}_features"][:features]]
+        parts = qk[f"{side[0]}_parts"][:features]
+        if parts:
+            lines.append(f"      marginal   contrast              {side} parts")
+        lines += [
+            f"   {part['marginal']:+11.4g}{part['contrast']:+11.4g}{'':11}   {part['name']}"
+            for part in parts
+        ]
     for ov in answer["ov"]:
         lines.append(
             f"  what it moves, as {ov['output']} reads it ({ov['read']}; error "

@@ -38,12 +38,28 @@ def formats() -> tuple[Format, ...]:
         )
     ]
     found += [entry.load() for entry in entry_points(group="headattr.formats")]
-    return tuple(sorted(found))
+    return tuple(sorted(found, key=lambda known: known.name))
 
 
 def open_release(path: Path) -> Release:
     """The dictionaries of a folder (or of the folders in it, where they are transcoders that belong
     together), whatever their format.
+
+    Raises DictionaryError where no format fits, or more than one.
+    """
+    found = open_releases(path)
+    if len(found) > 1:
+        listed = ", ".join(f"{release.name} ({release.kind})" for release in found)
+        raise DictionaryError(
+            f"{path} holds several dictionaries: {listed}; expected one (give its own folder), or a "
+            "set of transcoders"
+        )
+    return found[0]
+
+
+def open_releases(path: Path) -> list[Release]:
+    """What a folder holds: one release, or dictionaries side by side in folders of their own,
+    transcoders among them as one set.
 
     Raises DictionaryError where no format fits, or more than one.
     """
@@ -54,24 +70,21 @@ def open_release(path: Path) -> Release:
         names = " and ".join(known.name for known in fitting)
         raise DictionaryError(f"{path} looks like {names}; expected the files of one format")
     if fitting:
-        return fitting[0].read(path)
+        return [fitting[0].read(path)]
     inside = sorted(path.iterdir()) if path.is_dir() else []
     parts = [part for part in inside if part.is_dir() and any(k.matches(part) for k in formats())]
     if not parts:
         known = "; ".join(f"{known.name}: {known.files}" for known in formats())
         listed = ", ".join(part.name for part in inside[:8]) or "nothing"
         raise DictionaryError(f"{path} is no dictionary (found {listed}); expected {known}")
-    return _together(path, [open_release(part) for part in parts])
+    found = [open_release(part) for part in parts]
+    stack = [release for release in found if release.kind == "transcoders"]
+    others = [release for release in found if release.kind != "transcoders"]
+    return others + ([_together(path, stack)] if stack else [])
 
 
 def _together(path: Path, releases: list[Release]) -> Release:
     """Transcoders in folders side by side are one set."""
-    if any(release.kind != "transcoders" for release in releases):
-        found = ", ".join(f"{release.name} ({release.kind})" for release in releases)
-        raise DictionaryError(
-            f"{path} holds several dictionaries: {found}; expected one (give its own folder), or a "
-            "set of transcoders"
-        )
     dictionaries = [d for release in releases for d in release.dictionaries]
     unplaced = [d.name for d in dictionaries if d.reads[0] is None]
     if unplaced:

@@ -11,7 +11,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from headattr.basis.dictionary import Activation, Dictionary, Frame, Release, Tensors
-from headattr.basis.formats.files import check_file, json_object, labels_of, oriented, shapes_of, tensors_of
+from headattr.basis.formats.files import (
+    check_file,
+    json_object,
+    labels_of,
+    oriented,
+    shapes_of,
+    tensors_of,
+)
 from headattr.basis.formats.registry import Format
 from headattr.basis.site import site_of
 from headattr.errors import DictionaryError
@@ -259,8 +266,7 @@ def arranged(config: SaeConfig, state: dict[str, Any], where: str) -> Tensors:
     scalar = {"threshold": ()} if found.get("threshold") == () else {}
     if found != expected | scalar:
         raise DictionaryError(
-            f"{where}: a {kind} dictionary has tensors {_listed(expected)}; "
-            f"found {_listed(found)}"
+            f"{where}: a {kind} dictionary has tensors {_listed(expected)}; found {_listed(found)}"
         )
     pursued = kind == "matching_pursuit"
     used = not pursued or fields["apply_b_dec_to_input"]
@@ -433,9 +439,20 @@ _KINDS: dict[str, Any] = {
     "jumprelu_transcoder": "jumprelu",
     "jumprelu_skip_transcoder": "jumprelu",
 }
+
+
+def matches(path: Path) -> bool:
+    """Is it SAELens'? Without cfg.json, sae_weights.safetensors may be another library's, whose
+    configuration is then beside it."""
+    others = ("config.json", "hyperparams.json")
+    return (path / WEIGHTS).is_file() and (
+        (path / CONFIG).is_file() or not any((path / other).is_file() for other in others)
+    )
+
+
 FORMAT = Format(
     "saelens",
-    lambda path: (path / WEIGHTS).is_file(),
+    matches,
     read_release,
     f"a folder with {CONFIG} and {WEIGHTS}",
 )

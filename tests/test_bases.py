@@ -1,0 +1,313 @@
+"""Crosscoders, transcoder stacks, attention's dictionaries: exact on every family, both types."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from made import FEATURES, crosscoder, dictionary, resid, transcoders
+
+import headattr
+from headattr.basis.component import Components
+from headattr.basis.dictionary import Release
+from headattr.basis.load import load_sources
+from headattr.config import SourceSpec
+from headattr.errors import DictionaryError, UsageError
+from headattr.model.capture import capture, pad
+from headattr.model.load import load_model
+from headattr.model.sites import Site
+from headattr.store.check import check_store
+
+FAMILIES = tuple(tiny.MODELS)
+
+
+def run(hf: Any, basis: Any, out: Path, **options: Any) -> Any:
+    return headattr.attribute(hf, basis, tiny.prompts(9, 5), out, edges="all", **options)
+
+
+def adds_up(store: Any, tolerance: float = 1e-5) -> dict[str, Any]:
+    found = check_store(store)
+    assert found["problems"] == []
+    assert found["edges"] > 0
+    worst = [found["completeness"]["worst"], found["contrast_completeness"]["worst"]]
+    worst += [found["ov"]["completeness"]["worst"], found["ov"]["block_completeness"]["worst"]]
+    assert all(error is not None and error <= tolerance for error in worst), worst
+    return found
+
+
+BASES = {
+    "crosscoder": lambda: crosscoder(1, 2),
+    "acausal": lambda: crosscoder(1, 2, causal=False),
+    "transcoders": lambda: transcoders(0, 1),
+    "skip": lambda: transcoders(0, 1, skip=True),
+    "cross-layer": lambda: transcoders(0, 1, across=2),
+    "one missing": lambda: transcoders(1),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("kind", BASES)
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_every_basis_adds_up_on_every_family(
+    kind: str, family: str, dtype: str, tmp_path: Path
+) -> None:
+    made = BASES[kind]()
+    store = run(
+        tiny.MODELS[family](), {1: made, 2: made}, tmp_path / "out", output="unembed", dtype=dtype
+    )
+    adds_up(store, 1e-5 if dtype == "float32" else 1e-9)
+
+
+def loaded(hf: Any, release: Release, layer: int, dtype: str = "float64", **options: Any) -> Any:
+    model = load_model(hf, dtype=dtype)
+    return model, load_sources(model, [SourceSpec("sae", layer, release)], [], **options).bases[
+        layer
+    ]
+
+
+def seen(model: Any, basis: Any, tokens: list[int]) -> tuple[Any, Components]:
+    prompt = capture(model, *pad([tokens]), layers=[], sites=[*basis.sites, *basis.source.sites])[0]
+    return prompt, basis.components(prompt, basis.source.active(prompt))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_stack_is_the_sum_of_what_was_added(family: str) -> None:
+    """Every named component is what the model's own modules gave, and each MLP's features, bias,
+    skip and error are its output."""
+    release = transcoders(0, 1, skip=True)
+    model, basis = loaded(tiny.MODELS[family](), release, 2)
+    tokens = tiny.prompts(8)[0]
+    prompt, parts = seen(model, basis, tokens)
+    x = prompt.at(Site("resid_pre", 2))
+    torch.testing.assert_close(parts.sparse_sum + sum(parts.named.values()), x)
+    by_name = {part.name: part.vectors for part in parts.parts}
+    embedded = parts.named["embedding"] + parts.named.get("position", 0)
+    torch.testing.assert_close(embedded, prompt.at(Site("resid_pre", 0)))
+    for layer, given in enumerate(release.dictionaries):
+        torch.testing.assert_close(
+            by_name[f"attention L{layer}"], prompt.at(Site("attn_out", layer))
+        )
+        T = given.read()[0]
+        u = prompt.at(Site("mlp_in", layer))
+        pre = u @ T.W_enc[0].double().T + T.b_enc.double()
+        acts = pre.relu() * (pre > T.threshold.double())
+        made = acts @ T.W_dec[0].double() + T.b_dec[0].double() + u @ T.W_skip.double()
+        torch.testing.assert_close(
+            by_name[f"MLP error L{layer}"], prompt.at(Site("mlp_out", layer)) - made
+        )
+        torch.testing.assert_close(by_name[f"skip L{layer}"], u @ T.W_skip.double())
+    kinds: dict[str, Any] = {}
+    for part in parts.parts:
+        kinds[part.kind] = kinds.get(part.kind, 0) + part.vectors
+    for kind, total in kinds.items():
+        torch.testing.assert_close(total, parts.named[kind])
+    assert by_name["rounding"].abs().max() < 1e-12 * x.abs().max() + 1e-12
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_heads_apart_sum_to_each_layers_attention(family: str) -> None:
+    model, basis = loaded(tiny.MODELS[family](), transcoders(0, 1), 2, heads_apart=True)
+    prompt, parts = seen(model, basis, tiny.prompts(8)[0])
+    names = [part.name for part in parts.parts]
+    for layer in (0, 1):
+        mine = [
+            part.vectors for part in parts.parts if part.name.startswith(f"attention L{layer}H")
+        ]
+        assert len(mine) == model.n_heads
+        bias = parts.parts[names.index(f"attention bias L{layer}")].vectors
+        torch.testing.assert_close(sum(mine) + bias, prompt.at(Site("attn_out", layer)))
+        weights = model.family.head_weights(model.hf, layer)
+        scale = weights.writes.output_scale(
+            sum(
+                prompt.at(Site("z", layer)).unflatten(1, (model.n_heads, -1))[:, h] @ weights.W_O[h]
+                for h in range(model.n_heads)
+            )
+            + weights.b_O
+        )
+        torch.testing.assert_close(bias, weights.writes.block_constant(scale))
+
+
+def test_a_cross_layer_feature_writes_every_mlp_up_to_the_layer() -> None:
+    release = transcoders(0, 1, across=2)
+    _, basis = loaded(tiny.llama(), release, 2)
+    W = [d.read()[0].W_dec for d in release.dictionaries]
+    rows = basis.directions[torch.arange(2 * FEATURES)]
+    torch.testing.assert_close(rows[:FEATURES], (W[0][0] + W[0][1]).double())
+    torch.testing.assert_close(rows[FEATURES:], W[1][0].double())
+
+
+def test_a_feature_contributes_exactly_nothing_before_the_site_that_it_reads(
+    tmp_path: Path,
+) -> None:
+    release = crosscoder(1, 2)
+    model, early = loaded(tiny.llama(), release, 1)
+    late = load_sources(model, [SourceSpec("sae", 2, release)], []).bases[2]
+    assert not early.directions[torch.arange(FEATURES, 2 * FEATURES)].any()
+    assert late.directions[torch.arange(FEATURES, 2 * FEATURES)].any()
+    _, parts = seen(model, early, tiny.prompts(9)[0])
+    assert len(parts.active.ids)
+    assert int(parts.active.ids.max()) < FEATURES
+    store = run(tiny.llama(), {1: release, 2: release}, tmp_path / "out")
+    for q_pos in range(9):
+        answer = headattr.query_edge(store, 0, "L1H0", q_pos, 0)
+        found = [
+            f for pair in answer["qk"]["pairs"] for f in (pair["q_feature"], pair["k_feature"])
+        ]
+        assert all(feature["layer"] == 1 for feature in found)
+    answers = [headattr.query_edge(store, 0, "L2H0", q, k) for q in range(9) for k in range(q + 1)]
+    layers = {pair["q_feature"]["layer"] for a in answers for pair in a["qk"]["pairs"]}
+    assert layers == {1, 2}
+
+
+def test_a_crosscoder_reads_only_its_own_site_and_all_layers_share_its_lists(
+    tmp_path: Path,
+) -> None:
+    store = run(tiny.llama(), {1: (made := crosscoder(1, 2)), 2: made}, tmp_path / "out")
+    sources = store.manifest["sources"]
+    assert [source["kind"] for source in sources] == ["crosscoder", "crosscoder"]
+    assert [plan["basis"] for plan in store.manifest["layers"]] == [0, 0]
+    answer = headattr.query_edge(store, 0, "L1H1", 5, 3)
+    outputs = {f["layer"] for f in answer["ov"][0]["o_features"]}
+    assert outputs <= {2}
+
+
+OUTPUTS = {
+    "transcoder": lambda: transcoders(0, 1, 2),
+    "of the stream": lambda: transcoders(0, 1, 2, site="resid_mid"),
+    "of the bare norm": lambda: transcoders(0, 1, 2, site="mlp_normed"),
+    "attention": lambda: Release(
+        "sae", "attention", None, (dictionary([Site("attn_out", 2)], [Site("attn_out", 2)], 3),)
+    ),
+    "crosscoder": lambda: crosscoder(1, 3),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("kind", OUTPUTS)
+def test_every_output_adds_up_on_every_family(kind: str, family: str, tmp_path: Path) -> None:
+    made = OUTPUTS[kind]()
+    layer = 3 if kind == "crosscoder" else 2
+    hf = tiny.MODELS[family]()
+    if family == "gpt_neox" and kind not in ("attention", "crosscoder"):
+        said = "side by side" if kind == "of the stream" else "does not read this attention"
+        with pytest.raises((DictionaryError, UsageError), match=said):
+            run(hf, {2: tiny.sae(layer=2)}, tmp_path / "out", output={layer: made})
+        return
+    store = run(hf, {2: tiny.sae(layer=2)}, tmp_path / "out", output={layer: made})
+    adds_up(store)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("read", ["encoder", "decoder"])
+def test_a_hook_z_dictionary_reads_the_heads_before_they_are_mixed(
+    family: str, read: str, tmp_path: Path
+) -> None:
+    hf = tiny.MODELS[family]()
+    weights = (model := load_model(hf)).family.head_weights(model.hf, 2)
+    width = weights.W_O.shape[0] * weights.W_O.shape[1]
+    made = dictionary([Site("z", 2)], [Site("z", 2)], 3, d=width)
+    release = Release("sae", "z", None, (made,))
+    store = run(
+        hf, {2: tiny.sae(layer=2)}, tmp_path / "out", output={2: release}, read=read, topk=4000
+    )
+    adds_up(store)
+    tokens = tiny.prompts(9)[0]
+    double = load_model(hf, dtype="float64")
+    prompt = capture(double, *pad([tokens]), layers=[2], sites=[Site("z", 2)], rows=None)[0]
+    answer = headattr.query_edge(store, 0, "L2H1", 7, 4)["ov"][0]
+    z = prompt.at(Site("z", 2))
+    T = made.read()[0]
+    pre = z @ T.W_enc[0].double().T + T.b_enc.double()
+    acts = (pre.relu() * (pre > T.threshold.double()))[7]
+    head, d_head = 1, weights.W_O.shape[1]
+    kept = prompt.layers[2]
+    w = kept.pattern[head, 7, 4] * kept.V[4, double.family.head_weights(double.hf, 2).kv_head(head)]
+    rows = T.W_enc[0] if read == "encoder" else acts[:, None] * T.W_dec[0].double()
+    for feature in answer["o_features"]:
+        expected = rows[feature["id"], head * d_head : (head + 1) * d_head].double() @ w
+        assert abs(feature["read"] - float(expected)) <= 1e-5 * float(
+            rows[feature["id"]].norm() * w.norm()
+        )
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2"])
+def test_what_a_transcoder_reads_of_all_edges_is_its_row_times_what_attention_added(
+    family: str,
+) -> None:
+    """Through the MLP's norm, its scale frozen; the biases of attention belong to no edge."""
+    hf, release, tokens, q_pos = tiny.MODELS[family](), transcoders(2), tiny.prompts(5)[0], 3
+    given = (hf, {2: tiny.sae(layer=2)}, tokens)
+    options = {"output": {2: release}, "dtype": "float64"}
+    rebuilt = torch.zeros(FEATURES, dtype=torch.float64)
+    for head in range(load_model(hf).n_heads):
+        for k_pos in range(q_pos + 1):
+            answer = headattr.explain_edge(*given, f"L2H{head}", q_pos, k_pos, **options)
+            for feature in answer["ov"][0]["o_features"]:
+                rebuilt[feature["id"]] += feature["read"]
+    model = load_model(hf, dtype="float64")
+    sites = [Site("resid_mid", 2), Site("attn_out", 2), Site("resid_pre", 2)]
+    prompt = capture(model, *pad([tokens]), layers=[2], sites=sites)[0]
+    norm = model.family.mlp(model.layers[2]).norm
+    mid, added = (prompt.at(site)[q_pos] for site in sites[:2])
+    torch.testing.assert_close(mid, prompt.at(sites[2])[q_pos] + added)
+    weights = model.family.head_weights(model.hf, 2)
+    scale = weights.writes.output_scale(prompt.layers[2].attn_out)
+    moved = norm.linear(added - weights.writes.block_constant(scale)[q_pos]) / norm.sigma(mid)
+    expected = release.dictionaries[0].read()[0].W_enc[0].double() @ moved
+    active = rebuilt != 0
+    assert active.any()
+    torch.testing.assert_close(rebuilt[active], expected[active])
+
+
+def test_parts_have_the_marginals_of_what_they_are(tmp_path: Path) -> None:
+    """Members of a kind sum to the kind's row of the totals, and to its contrast."""
+    hf, release = tiny.MODELS["qwen3"](), transcoders(0, 1, skip=True)
+    answer = headattr.explain_edge(hf, {2: release}, tiny.prompts(9)[0], "L2H1", 7, 5)["qk"]
+    for side, kinds in (("q", answer["totals"]), ("k", None)):
+        for kind in ("attention", "skip", "error"):
+            mine = [p for p in answer[f"{side}_parts"] if p["kind"] == kind]
+            assert len(mine) >= 2
+            if kinds is not None:
+                row = sum(kinds[kind].values())
+            else:
+                row = sum(cells[kind] for cells in answer["totals"].values())
+            assert abs(sum(p["marginal"] for p in mine) - row) < 1e-4
+            named = answer["contrast_totals"]["query" if side == "q" else "key"][kind]
+            assert abs(sum(p["contrast"] for p in mine) - named) < 1e-4
+
+
+@pytest.mark.parametrize("kind", ["crosscoder", "transcoders", "cross-layer"])
+def test_an_ablation_is_what_the_model_does(kind: str) -> None:
+    hf, made, tokens = tiny.llama(), BASES[kind](), tiny.prompts(9)[0]
+    options = {"dtype": "float64"}
+    answer = headattr.explain_edge(hf, {2: made}, tokens, "L2H0", 7, 4, **options)["qk"]
+    from headattr.interventions import RemoveFeature
+
+    chosen = answer["q_features"][:4]
+    changes = [[], *(RemoveFeature(2, 7, feature["id"]) for feature in chosen)]
+    clean, *changed = headattr.intervene(
+        hf, tokens, changes, basis={2: made}, heads=["L2H0"], **options
+    )
+    head = headattr.HeadId(2, 0)
+    for feature, outcome in zip(chosen, changed, strict=True):
+        moved = outcome.scores[head][7, 4] - clean.scores[head][7, 4]
+        assert abs(float(moved) - feature["ablation"]) < 1e-9 * max(1.0, abs(feature["ablation"]))
+
+
+def test_what_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
+    hf, out = tiny.llama(), tmp_path / "out"
+    wrong = replace(crosscoder(1, 2).dictionaries[0], writes=tuple(resid(0, 1)))
+    bad = [
+        ({2: crosscoder(0, 1)}, "layers \\[0, 1\\]"),
+        ({1: Release("crosscoder", "x", None, (wrong,))}, "write no earlier site"),
+        ({0: transcoders(0)}, "use 0=tokens"),
+        ({1: transcoders(0, 0)}, "two transcoders of layer 0"),
+    ]
+    for basis, said in bad:
+        with pytest.raises(DictionaryError, match=said):
+            run(hf, basis, out)
+    with pytest.raises(DictionaryError, match="use --read encoder"):
+        run(hf, {1: tiny.sae()}, out, output={1: transcoders(1)}, read="decoder")
+    assert not out.exists()
