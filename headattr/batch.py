@@ -51,14 +51,14 @@ def budget_of(run: Run) -> Budget:
     total = None
     if run.config.memory is None and model.device.type == "cuda":
         total = torch.cuda.mem_get_info(model.device)[0] // 2
-    slots = [_slots(source) for source in run.source_list]
+    slots = [slots_of(source) for source in run.source_list]
     views = [run.sources.bases[plan.layer] for plan in run.plans]
     views += [run.outputs[plan.layer] for plan in run.plans if plan.output is not None]
     shape = shape_of(model, run.plans, run.source_list, slots, views)
     return budget_for(shape, run.config.memory, total)
 
 
-def _slots(source: Any) -> int:
+def slots_of(source: Any) -> int:
     """Active features a position, as far as a source says."""
     if source.about.kind == "tokens":
         return 1

@@ -144,10 +144,11 @@ class Budget(NamedTuple):
         fixed += self.shared_bytes()
         return max(self.total - fixed, self.total // 4)
 
-    def batches(self, lengths: Sequence[int], most: int) -> Iterator[range]:
+    def batches(self, lengths: Sequence[int], most: int, more: int = 0) -> Iterator[range]:
         """Prompts of one forward pass, in order: at most `most`, and what is left of them takes at
-        most a third of the budget; one at least."""
-        a_token = self.shape.captured(self.shape.layers, self.shape.sites) + self.shape.passing()
+        most a third of the budget; one at least. `more`: bytes that a token takes on top."""
+        shape = self.shape
+        a_token = shape.captured(shape.layers, shape.sites) + shape.passing() + more
         start = 0
         while start < len(lengths):
             stop, longest = start + 1, lengths[start]

@@ -13,6 +13,7 @@ import tyro
 from headattr.arguments import merge_repeats, parse
 from headattr.config import RunConfig
 from headattr.errors import HeadattrError, UsageError
+from headattr.judging import Evaluate, Inspect, Label
 
 
 @dataclass(frozen=True)
@@ -110,10 +111,13 @@ COMMANDS: dict[str, type[Any]] = {
     "demo": Demo,
     "run": RunConfig,
     "estimate": Estimate,
+    "evaluate": Evaluate,
     "query edge": QueryEdge,
     "check": Check,
     "models": Models,
     "dictionaries list": DictionariesList,
+    "dictionaries inspect": Inspect,
+    "dictionaries label": Label,
 }
 
 
@@ -249,6 +253,21 @@ def _dictionaries_list(command: DictionariesList) -> int:
     return 0
 
 
+def _about_dictionaries(command: Any) -> int:
+    from importlib import import_module
+
+    from headattr.viewers import dictionaries
+
+    module, ask, render = {
+        Evaluate: ("headattr.evaluate", "evaluate", dictionaries.render_evaluation),
+        Inspect: ("headattr.inspection", "inspect", dictionaries.render_inspection),
+        Label: ("headattr.labelling", "label", dictionaries.render_labelled),
+    }[type(command)]
+    _quiet()
+    _print(getattr(import_module(module), ask)(command), command.json, render)
+    return 0
+
+
 _RUN: dict[type[Any], Callable[[Any], int]] = {
     Demo: _demo,
     RunConfig: _run,
@@ -257,6 +276,9 @@ _RUN: dict[type[Any], Callable[[Any], int]] = {
     Check: _check,
     Models: _models,
     DictionariesList: _dictionaries_list,
+    Evaluate: _about_dictionaries,
+    Inspect: _about_dictionaries,
+    Label: _about_dictionaries,
 }
 
 

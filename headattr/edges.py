@@ -92,6 +92,23 @@ def parse_heads(text: str, n_layers: int, n_heads: int) -> list[HeadId]:
     return sorted(found)
 
 
+def parse_layers(text: str, n_layers: int) -> list[int]:
+    """`all`, or a list of layers and ranges such as 1,3-5; raises UsageError for a layer that does
+    not exist."""
+    if text == "all":
+        return list(range(n_layers))
+    found: set[int] = set()
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:-(\d+))?", part.strip())
+        if not match:
+            raise UsageError(f"--layers {part.strip()!r}: expected all, or a list such as 1,3-5")
+        first, last = int(match[1]), int(match[2] or match[1])
+        if not first <= last < n_layers:
+            raise UsageError(f"--layers {part.strip()}: the model has layers 0 to {n_layers - 1}")
+        found.update(range(first, last + 1))
+    return sorted(found)
+
+
 def listed_edges(
     path: Path,
     lengths: Mapping[int, int],

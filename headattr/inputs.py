@@ -7,8 +7,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from headattr.basis.dictionary import Release
+from headattr.basis.formats.registry import open_release, open_releases
 from headattr.basis.load import check_files
-from headattr.config import RunConfig, SourceSpec, check_specs, parse_specs
+from headattr.config import EVERY_LAYER, RunConfig, SourceSpec, check_specs, parse_specs
 from headattr.errors import UsageError
 from headattr.model.embedded import embedded_folder
 from headattr.texts import Texts, read_texts, texts_from_memory
@@ -75,6 +77,35 @@ def inputs_from_memory(
 def spread(specs: list[SourceSpec], role: Literal["basis", "output"]) -> list[SourceSpec]:
     """Specs whose files are checked; one without a layer as one for every layer that it has."""
     return check_specs(check_files(specs, role), role)
+
+
+class NamedRelease(NamedTuple):
+    """A dictionary that was asked for by itself, whatever it could be used as."""
+
+    name: str
+    release: Release
+    layer: int | None
+    """As it was asked for; None: as its files say."""
+
+
+def releases_of(specs: Sequence[str]) -> list[NamedRelease]:
+    """Dictionaries named on the command line, each once; no model is loaded.
+
+    Raises UsageError for a SPEC that names none, DictionaryError for files that are broken.
+    """
+    embedded = embedded_folder() if "demo" in specs else None
+    found: dict[Any, NamedRelease] = {}
+    for text in specs:
+        for spec in parse_specs((text,), "basis", embedded):
+            if spec.kind != "sae":
+                continue
+            layer = None if spec.layer == EVERY_LAYER else spec.layer
+            one = layer is not None
+            for release in [open_release(spec.target)] if one else open_releases(spec.target):
+                found.setdefault(release.path, NamedRelease(release.name, release, layer))
+    if not found:
+        raise UsageError(f"{', '.join(specs) or 'nothing'} names no dictionary; expected its PATH")
+    return list(found.values())
 
 
 def _named(given: Any) -> tuple[str, ...]:

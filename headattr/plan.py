@@ -15,6 +15,7 @@ from headattr.inputs import Inputs
 from headattr.model.load import LoadedModel, load_model
 from headattr.model.proof import Errors, prove
 from headattr.model.tokens import Prompt, decide_bos, tokenize, vocabulary_lines
+from headattr.sample import sample_reports
 from headattr.store.manifest import build_manifest
 from headattr.store.writer import LayerPlan
 
@@ -46,7 +47,8 @@ class Run:
 def make_run(config: RunConfig, inputs: Inputs, *, every_layer: bool = True) -> Run:
     """Step 1. Raises HeadattrError, before any work, for whatever does not fit.
 
-    The adapter is proven on every layer, or only on those that are attributed.
+    The adapter is proven on every layer, and how the dictionaries fit is measured on the first few
+    prompts; or it is proven only on the layers that are attributed.
     """
     rule = parse_edge_rule(config.edges)
     for text in (config.q_token, config.k_token):
@@ -72,10 +74,15 @@ def make_run(config: RunConfig, inputs: Inputs, *, every_layer: bool = True) -> 
     _check_plain(sources, inputs)
     windows = {layer_plan.layer: layer_plan.window for layer_plan in plans}
     listed = listed_edges(Path(rule.path), lengths, heads, windows) if rule.kind == "file" else {}
+    every = distinct(sources)
+    reports = sample_reports(model, every, prompts) if every_layer else [None for _ in every]
     manifest = build_manifest(
         config,
         model=_about_model(model, proof),
-        sources=[about_source(source.about) for source in distinct(sources)],
+        sources=[
+            {**about_source(source.about), "report": report}
+            for source, report in zip(every, reports, strict=True)
+        ],
         plans=plans,
         prompts=list(lengths),
         set_aside=sorted(
@@ -87,7 +94,7 @@ def make_run(config: RunConfig, inputs: Inputs, *, every_layer: bool = True) -> 
         listed_hash=canonical_hash(sorted(map(str, listed.items())))
         if rule.kind == "file"
         else None,
-        labelled=[i for i, source in enumerate(distinct(sources)) if has_labels(source)],
+        labelled=[i for i, source in enumerate(every) if has_labels(source)],
     )
     return Run(config, model, proof, sources, prompts, plans, listed, manifest, outputs)
 

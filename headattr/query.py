@@ -260,10 +260,13 @@ def head_shares(store: Store) -> dict[HeadId, dict[str, float]]:
             plan["heads"], sums, sinks, strict=True
         ):
             answer[HeadId(plan["layer"], head)] = {
-                "feature_share": float(1 - rest / s2) if s2 else 0.0,
-                "feature_share_centred": float(1 - rest_centred / s2_centred)
-                if s2_centred
-                else 0.0,
+                "feature_share": share_of(s2, rest),
+                "feature_share_centred": share_of(s2_centred, rest_centred),
                 "sink_share": float(sink),
             }
     return answer
+
+
+def share_of(whole: float, rest: float) -> float:
+    """1 - rest / whole: what is explained of a sum of squares; 0 where there is nothing."""
+    return float(1 - rest / whole) if whole else 0.0

@@ -11,6 +11,7 @@ from headattr.pipeline import execute
 from headattr.plan import make_run
 from headattr.store.check import check_store
 from headattr.store.published import finished_shards
+from headattr.viewers.dictionaries import render_report
 
 _CHECKED = ("completeness", "contrast_completeness", "ov", "pattern_error", "problems")
 
@@ -21,8 +22,10 @@ def run(config: RunConfig) -> dict[str, Any]:
     {"out", "prompts", "edges", "shards": {"all", "finished_before"}, "set_aside": [...],
     "completeness", "contrast_completeness", "ov", "pattern_error", "problems", "model_notes",
     "bos",
-    "sources": [{"name", "layer", "activation", "mean_l0", "assumed"}], "layers_without_basis",
-    "no_output", "seconds"}.
+    "sources": [{"name", "layer", "activation", "mean_l0", "assumed", "report": {"positions",
+    "left_out", "l0", "explained_variance": {site: a number or null}}}], "layers_without_basis",
+    "no_output", "seconds"}. `report` is of the first few prompts; null for what reconstructs
+    nothing.
     """
     started = time.monotonic()
     planned = make_run(config, inputs_of(config))
@@ -44,6 +47,7 @@ def run(config: RunConfig) -> dict[str, Any]:
                 {
                     **{key: s[key] for key in ("name", "layer", "activation", "assumed")},
                     "mean_l0": store.mean_l0(i),
+                    "report": s.get("report"),
                 }
                 for i, s in enumerate(manifest["sources"])
             ],
@@ -74,6 +78,8 @@ def render_run(answer: dict[str, Any]) -> str:
     for source in answer["sources"]:
         l0 = "" if source["mean_l0"] is None else f", mean L0 {source['mean_l0']:.1f}"
         lines.append(f"  layer {source['layer']}: {source['name']} ({source['activation']}{l0})")
+        if source["report"] is not None:
+            lines += [f"    {line}" for line in render_report(source["report"])]
         lines += [f"    assumed: {assumed}" for assumed in source["assumed"]]
     lines += [f"  {note}" for note in answer["model_notes"]]
     if answer["layers_without_basis"]:

@@ -24,17 +24,15 @@ from headattr.attribution.qk import (
     contrasts_of,
     lengths,
     qk_edges,
-    share_sums,
     value_pairs,
 )
+from headattr.attribution.shares import Rows, checked_pattern
 from headattr.attribution.sides import Side, project
 from headattr.attribution.task import Keep, LayerTask, swallow_attention
-from headattr.errors import PromptError
 from headattr.kernels.pair_topk import batched
 from headattr.kernels.pair_topk.batched import PairTopK
 from headattr.kernels.pair_topk.dispatch import path_of
 from headattr.model.head import Side as SideName
-from headattr.model.proof import layer_errors
 from headattr.tables import (
     EdgePart,
     LayerFacts,
@@ -60,12 +58,7 @@ def stream_layer(task: LayerTask, keep: Keep, advance: Callable[[int], Any]) -> 
     `advance` is told of the rows, one a query and head, as they are done. Raises PromptError where
     the pattern is not the model's.
     """
-    error = layer_errors(task.weights, task.kept).pattern
-    if not error <= task.tolerance:
-        raise PromptError(
-            f"the pattern of layer {task.weights.layer} is off by {error:.1e} from the model's "
-            f"own; expected at most {task.tolerance:.0e}"
-        )
+    error = checked_pattern(task.weights, task.kept, task.tolerance)
     given = task.components, task.directions, task.kept.resid_pre, task.memory
     prepared = prepare(task.weights, *given)
     with _threads(len(prepared.used) * task.weights.W_Q[0].numel()):
@@ -83,19 +76,6 @@ def _threads(multiplications: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-class _Rows:
-    """The queries start to stop of one head, over the keys 0 to stop: scores and pattern of the
-    model's own queries and keys, float64."""
-
-    def __init__(self, task: LayerTask, Q: Tensor, K: Tensor, start: int, stop: int) -> None:
-        device = Q.device
-        self.start, self.stop = start, stop
-        self.positions = torch.arange(start, stop, device=device)
-        self.allowed = task.weights.allowed(self.positions, stop)
-        self.scores = task.kept.scale * Q[start:stop] @ K[:stop].T
-        self.pattern = task.weights.pattern(self.scores[None], self.allowed)[0]
 
 
 class _Layer:
@@ -133,7 +113,7 @@ class _Layer:
 
     def _group(self, group: int, heads: list[int], asked: list[int], keep: Keep) -> None:
         """The heads that share one key and value head."""
-        task, kept, _weights = self.task, self.task.kept, self.task.weights
+        task, kept = self.task, self.task.kept
         exact = self.prepared.sigma.dtype
         K = kept.K[:, group].to(exact)
         key = self._side("key", group) if asked else None
@@ -149,15 +129,14 @@ class _Layer:
                         table = task.pushed_output.table(("output", head), self.output.used)
                     ov = ov_head(self.writes, head, value, own, self.output, self.scale, table)
             for start in range(0, self.length, step := self.blocks.rows):
-                rows = _Rows(task, Q, K, start, min(start + step, self.length))
+                stop = min(start + step, self.length)
+                rows = Rows(task.weights, kept.scale, Q, K, start, stop)
                 if value is not None:
                     written = self.writes.written[head].to(exact)
-                    self.rebuilt[start : rows.stop] += (
-                        rows.pattern @ value.whole[: rows.stop] @ written
-                    )
+                    self.rebuilt[start:stop] += rows.pattern @ value.whole[:stop] @ written
                 if query is not None and key is not None:
                     self._attribute(head, query, key, ov, (Q, K), rows, keep)
-                    self.advance(rows.stop - rows.start)
+                    self.advance(stop - start)
 
     def _side(self, name: SideName, head: int) -> Side:
         """One side of one head (of one group, for keys and values)."""
@@ -173,14 +152,13 @@ class _Layer:
         key: Side,
         ov: OvHead | None,
         own: tuple[Tensor, Tensor],
-        rows: _Rows,
+        rows: Rows,
         keep: Keep,
     ) -> None:
         """What is known of every row, then the edges that are kept of them."""
         task, weights, scale = self.task, self.task.weights, self.task.kept.scale
         at, (start, stop) = task.heads.index(head), (rows.start, rows.stop)
-        features = scale * query.kinds[start:stop, 0] @ key.kinds[:stop, 0].T
-        self.share_sums[at] += share_sums(rows.scores, features, rows.allowed).cpu().numpy()
+        self.share_sums[at] += rows.share_sums(query, key).cpu().numpy()
         on_sinks = rows.pattern[:, self.on_flagged[:stop]].sum(-1)
         self.sink_share[at, start:stop] = on_sinks.cpu().numpy()
         chosen = task.select(head, range(start, stop), rows.pattern.cpu().numpy())

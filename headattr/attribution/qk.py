@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from headattr.attribution.ablation import ablations
@@ -188,28 +188,6 @@ def contrast_pairs(
         return found, found.values
     values = (block.left[q_at[:, None], q_slots] * keys.vectors[entries].to(block.left)).sum(-1)
     return found._replace(values=values.masked_fill(found.left < 0, 0)), found.values
-
-
-def share_sums(
-    score: Float[Tensor, "row k_pos"],
-    of_features: Float[Tensor, "row k_pos"],
-    allowed: Bool[Tensor, "row k_pos"],
-) -> Float[Tensor, "4"]:
-    """sum s^2, sum (s - T_ff)^2 over the allowed edges of some rows, then both with each row's mean
-    removed, in float64; `of_features` is T_ff.
-
-    A head's feature share is 1 - second / first, and 1 - fourth / third (the part that softmax
-    sees), from the sums over all rows.
-    """
-    count = allowed.sum(1, keepdim=True)
-    sums = []
-    for centred in (False, True):
-        for table in (score, score - of_features):
-            kept = table.masked_fill(~allowed, 0)
-            if centred:
-                kept = (table - kept.sum(1, keepdim=True) / count).masked_fill(~allowed, 0)
-            sums.append(kept.square().sum())
-    return torch.stack(sums)
 
 
 def relative(error: Float[Tensor, "*n"], size: Float[Tensor, "*n"]) -> Float[Tensor, "*n"]:

@@ -7,8 +7,8 @@ Everything a table needs follows from these two by dot products. The bias kind h
 as well (norm bias, b_Q / b_K / b_V), so the kinds sum to the whole query, key or value vector.
 Everything is computed in float64; the pairs alone are products of float32 copies.
 
-A `Side` holds what grows with the prompt: one row a feature that is active somewhere, and kinds.
-The features of a position, `Projected`, are made where they are asked for.
+`Kinds` are sums alone. A `Side` holds what grows with the prompt: one row a feature that is active
+somewhere, and kinds. The features of a position, `Projected`, are made where they are asked for.
 """
 
 from dataclasses import dataclass
@@ -19,6 +19,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from headattr.attribution.prepared import Prepared
+from headattr.basis.component import Components
 from headattr.kernels.feature_rows.dispatch import feature_rows
 from headattr.kernels.row_means.batched import Keys
 from headattr.model.head import HeadWeights, Norm, Rotary
@@ -74,15 +75,11 @@ class Projected:
 
 
 @dataclass(frozen=True)
-class Side:
-    """One side of one head over a whole prompt."""
+class Kinds:
+    """One side of one head over a whole prompt, as the sum of its kinds of component."""
 
-    prepared: Prepared
-    table: Float[Tensor, "unique d_head"]
-    """Directions through the weights: before coefficients, norm and rotation."""
     plain_kinds: Float[Tensor, "pos kind d_head"]
     """Before norm and rotation."""
-    plain_parts: Float[Tensor, "pos part d_head"]
     plain_constant: Float[Tensor, "d_head"]
     norm: Norm | None
     rotary: Rotary | None
@@ -98,14 +95,37 @@ class Side:
         return self._seen(self.plain_kinds, None)
 
     @cached_property
-    def parts(self) -> Float[Tensor, "pos part d_head"]:
-        """The members of kinds, as the head sees them."""
-        return self._seen(self.plain_parts, None)
-
-    @cached_property
     def whole(self) -> Float[Tensor, "pos d_head"]:
         """The query, key or value vectors of every position."""
         return self.kinds.sum(1)
+
+    def _seen(
+        self, plain: Float[Tensor, "n *rest d_head"], positions: Int[Tensor, "n"] | None
+    ) -> Float[Tensor, "n *rest d_head"]:
+        """Behind the head's norm, its scale frozen, and rotated; of all positions by default."""
+        if self.norm is not None and self.norm_sigma is not None:
+            sigma = self.norm_sigma if positions is None else self.norm_sigma[positions]
+            plain = self.norm.linear(plain) / sigma.view(-1, *(1,) * (plain.ndim - 1))
+        if self.rotary is None:
+            return plain
+        rotary = self.rotary if positions is None else self.rotary.at(positions)
+        return rotary.rotate(plain)
+
+
+@dataclass(frozen=True)
+class Side(Kinds):
+    """One side of one head over a whole prompt, with its features."""
+
+    prepared: Prepared
+    table: Float[Tensor, "unique d_head"]
+    """Directions through the weights: before coefficients, norm and rotation."""
+    plain_parts: Float[Tensor, "pos part d_head"]
+    """Members of kinds, before norm and rotation."""
+
+    @cached_property
+    def parts(self) -> Float[Tensor, "pos part d_head"]:
+        """The members of kinds, as the head sees them."""
+        return self._seen(self.plain_parts, None)
 
     @cached_property
     def entries(self) -> Keys:
@@ -189,18 +209,6 @@ class Side:
         after = self.norm.sigma(_without(whole, constant, plain, regrow))
         return (self.norm_sigma[positions, None] / after).where(inside & (after > 0), 0)
 
-    def _seen(
-        self, plain: Float[Tensor, "n *rest d_head"], positions: Int[Tensor, "n"] | None
-    ) -> Float[Tensor, "n *rest d_head"]:
-        """Behind the head's norm, its scale frozen, and rotated; of all positions by default."""
-        if self.norm is not None and self.norm_sigma is not None:
-            sigma = self.norm_sigma if positions is None else self.norm_sigma[positions]
-            plain = self.norm.linear(plain) / sigma.view(-1, *(1,) * (plain.ndim - 1))
-        if self.rotary is None:
-            return plain
-        rotary = self.rotary if positions is None else self.rotary.at(positions)
-        return rotary.rotate(plain)
-
 
 def project(
     weights: HeadWeights,
@@ -212,18 +220,34 @@ def project(
 ) -> Side:
     """One side of one head (`head` is the kv head for keys and values), rotated where it has to
     be; `table`, if it is there already: the prompt's directions through the head's weights."""
-    W, parts = weights.folded[side][head], prepared.components
+    W, sigma, parts = weights.folded[side][head], prepared.sigma, prepared.components.parts
+    found = project_kinds(weights, side, head, prepared.components, sigma, rotary)
+    members = found.plain_kinds.new_zeros(len(sigma), len(parts), W.shape[1])
+    for i, part in enumerate(parts):
+        members[:, i] = part.vectors.to(members) @ W / sigma[:, None]
+    table = prepared.pushed(W) if table is None else table
+    kinds = found.plain_kinds, found.plain_constant, found.norm, found.rotary
+    return Side(*kinds, prepared, table, members)
+
+
+def project_kinds(
+    weights: HeadWeights,
+    side: SideName,
+    head: int,
+    parts: Components,
+    sigma: Float[Tensor, "pos"],
+    rotary: Rotary | None,
+) -> Kinds:
+    """The kinds alone: nothing is made of single features; `sigma`: what the layer's norm divides
+    by."""
+    W = weights.folded[side][head]
     kinds = torch.stack([part @ W for part in (parts.sparse_sum, *parts.named.values())], 1)
-    kinds /= prepared.sigma[:, None, None]
-    members = kinds.new_zeros(len(kinds), len(parts.parts), kinds.shape[2])
-    for i, part in enumerate(parts.parts):
-        members[:, i] = part.vectors.to(kinds) @ W / prepared.sigma[:, None]
+    kinds /= sigma[:, None, None]
     constant = weights.constants[side][head].to(kinds)
     kinds[:, parts.kinds.index("bias")] += constant
     if rotary is not None:
         rotary = None if side == "value" else Rotary(rotary.cos.to(kinds), rotary.sin.to(kinds))
-    table = prepared.pushed(W) if table is None else table
-    return Side(prepared, table, kinds, members, constant, weights.head_norm(side), rotary)
+    return Kinds(kinds, constant, weights.head_norm(side), rotary)
 
 
 def _without(

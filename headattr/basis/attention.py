@@ -54,6 +54,11 @@ class AttentionOutput:
         """What it reads, and the stream whose norms say which positions count."""
         return (self.site, Site("resid_pre", self.layer))
 
+    @property
+    def writes(self) -> tuple[Site, ...]:
+        """What it reconstructs."""
+        return (self.site,)
+
     def active(self, prompt: PromptCapture, numbers: int = ACTIVATIONS) -> ActiveFeatures:
         """The dictionary's own activations."""
         return self.coder.encode([prompt.at(self.site)], numbers)

@@ -52,6 +52,11 @@ class Crosscoder:
         """What it reads."""
         return tuple(dict.fromkeys(site for coder in self.coders for site in _reads(coder)))
 
+    @property
+    def writes(self) -> tuple[Site, ...]:
+        """What it reconstructs."""
+        return self.residual
+
     @cached_property
     def counts(self) -> list[int]:
         """Features by group."""
@@ -194,6 +199,11 @@ class CrosscoderOutput:
     def sites(self) -> tuple[Site, ...]:
         """What it needs of a prompt."""
         return tuple(dict.fromkeys([*self.at.source.sites, self.at.site]))
+
+    @property
+    def writes(self) -> tuple[Site, ...]:
+        """Nothing: that is the whole crosscoder's."""
+        return ()
 
     def active(self, prompt: PromptCapture, numbers: int = ACTIVATIONS) -> ActiveFeatures:
         """Those that it has."""

@@ -140,6 +140,24 @@ class MappedRows(LazyRows):
         return self.change(self.rows[index])
 
 
+class ThroughRows(LazyRows):
+    """Rows of a matrix times another."""
+
+    def __init__(self, rows: Matrix, through: Float[Tensor, "d column"]) -> None:
+        """`rows @ through`, as rows are asked for."""
+        self.rows, self.through = rows, through
+        self.dtype, self.device = through.dtype, through.device
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(rows, columns)."""
+        return len(self.rows), self.through.shape[1]
+
+    def some(self, index: Int[Tensor, "n"]) -> Float[Tensor, "n column"]:
+        """The rows of these indexes."""
+        return self.rows[index].to(self.through) @ self.through
+
+
 def mapped(rows: Matrix, change: Callable[[Tensor], Tensor]) -> Matrix:
     """Rows changed each by itself: now where they are there, later where they are not."""
     if isinstance(rows, LazyRows):

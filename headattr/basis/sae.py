@@ -51,6 +51,11 @@ class SaeBasis:
         return (self.site,)
 
     @property
+    def writes(self) -> tuple[Site, ...]:
+        """What it reconstructs."""
+        return (self.site,)
+
+    @property
     def place(self) -> Place:
         """Where it reads."""
         return Place(self.layer, 0)

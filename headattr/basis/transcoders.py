@@ -66,6 +66,11 @@ class Transcoders:
         """What they read, and the stream whose norms say which positions count."""
         return (*(_read(coder) for coder in self.used), Site("resid_pre", self.depth))
 
+    @property
+    def writes(self) -> tuple[Site, ...]:
+        """What they reconstruct: the MLP outputs of the layers that are used."""
+        return tuple(Site("mlp_out", layer_of(coder.dictionary)) for coder in self.used)
+
     @cached_property
     def counts(self) -> list[int]:
         """Features by transcoder."""
@@ -258,6 +263,11 @@ class TranscoderOutput:
         """What it needs of a prompt."""
         given = _read(self.coder)
         return tuple(dict.fromkeys([given, self.stream, Site("resid_pre", self.layer)]))
+
+    @property
+    def writes(self) -> tuple[Site, ...]:
+        """Nothing: that is the whole set's."""
+        return ()
 
     def active(self, prompt: PromptCapture, numbers: int = ACTIVATIONS) -> ActiveFeatures:
         """The dictionary's own activations."""

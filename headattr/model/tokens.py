@@ -158,11 +158,16 @@ def _byte_alphabet() -> dict[str, int]:
     }
 
 
+def vocabulary_texts(model: LoadedModel) -> list[str]:
+    """What every token id shows, in order."""
+    shown = _TokenTexts(model.tokenizer)
+    return [shown(token) for token in range(model.vocabulary)]
+
+
 def vocabulary_lines(model: LoadedModel) -> str:
     """labels.jsonl of the unembedding: {"id", "label"} for every token."""
-    shown = _TokenTexts(model.tokenizer)
     lines = [
-        json.dumps({"id": token, "label": shown(token)}, ensure_ascii=False)
-        for token in range(model.vocabulary)
+        json.dumps({"id": token, "label": text}, ensure_ascii=False)
+        for token, text in enumerate(vocabulary_texts(model))
     ]
     return "\n".join(lines) + "\n"

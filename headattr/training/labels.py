@@ -5,7 +5,9 @@ with its strongest activations, each window once. Out comes one `FeatureLabel` a
 `labels.jsonl`: one JSON object a line, in id order,
 
     {"id", "label", "density", "max_activation",
-     "contexts": [{"before", "token", "after", "activation"}, ...]}
+     "contexts": [{"before", "token", "after", "activation"}, ...],
+     "quantiles": {"0.5", "0.9", "0.99"},
+     "top_logits": [{"token", "effect"}, ...], "bottom_logits"}      the last three where known
 
 A label quotes the strongest contexts: the token that the feature fires on in brackets, after the
 text before it, `…ver[y] , …ver[s]`. It is a quotation, not an explanation. A feature that is never
@@ -48,6 +50,14 @@ class Context(NamedTuple):
     """How strongly."""
 
 
+class Effect(NamedTuple):
+    """What an activation of 1 does to a token's logit, the final norm's scale apart."""
+
+    token: str
+    effect: float | None
+    """None where a file names the token alone."""
+
+
 class FeatureLabel(NamedTuple):
     """What is known of one feature; a line of labels.jsonl."""
 
@@ -55,12 +65,18 @@ class FeatureLabel(NamedTuple):
     """Index of the feature in the dictionary."""
     label: str | None
     """Its strongest contexts, abridged; None where it was never active."""
-    density: float
-    """Share of the positions at which it was active."""
-    max_activation: float
-    """The largest activation seen, 0 where there was none."""
+    density: float | None
+    """Share of the positions at which it was active; None where it was not counted."""
+    max_activation: float | None
+    """The largest activation seen, 0 where there was none; None where it was not counted."""
     contexts: list[Context]
     """Its strongest contexts, no two with the same tail and token."""
+    quantiles: dict[str, float] | None = None
+    """Of its activations where it is active; None where they were not counted."""
+    top_logits: list[Effect] | None = None
+    """The tokens that it promotes most; None where it was not asked for."""
+    bottom_logits: list[Effect] | None = None
+    """The tokens that it suppresses most."""
 
 
 class LabelStyle(NamedTuple):
@@ -139,17 +155,17 @@ def top_windows(
 
 def label_features(
     top: TopWindows,
-    windows: Int[Tensor, "window pos"],
+    windows: Int[Tensor, "window pos"] | Sequence[Sequence[int]],
     token_text: Sequence[str],
     style: LabelStyle = LabelStyle(),  # noqa: B008 - a constant
 ) -> Iterator[FeatureLabel]:
     """One label a feature, in id order.
 
-    `windows` holds the token ids of all the batches that `top` was made from, `token_text` the
-    text of every id.
+    `windows` holds the token ids of all the batches that `top` was made from, of any lengths,
+    `token_text` the text of every id.
     """
     density = (top.active.double() / max(1, top.positions)).tolist()
-    rows = windows.tolist()
+    rows = windows.tolist() if isinstance(windows, Tensor) else windows
     strongest = top.strongest.tolist()
     columns = (top.activation.T.tolist(), top.window.T.tolist(), top.pos.T.tolist())
     for feature, places in enumerate(zip(*columns, strict=True)):
@@ -165,8 +181,25 @@ def label_features(
         yield FeatureLabel(feature, label, density[feature], strongest[feature], found)
 
 
+def quoted(
+    places: Iterable[tuple[Sequence[str], int, float]],
+    style: LabelStyle = LabelStyle(),  # noqa: B008 - a constant
+) -> tuple[str | None, list[Context]]:
+    """A label and its contexts from (texts of the tokens, position, activation), strongest
+    first; None where there is no place."""
+    contexts: dict[str, Context] = {}
+    for texts, pos, activation in places:
+        row = range(len(texts))
+        snippet = _snippet(row, pos, texts, style)
+        if len(contexts) < style.contexts and snippet not in contexts:
+            contexts[snippet] = _context(row, pos, texts, style, activation)
+    label = " , ".join(list(contexts)[: style.quoted]) if contexts else None
+    return label, list(contexts.values())
+
+
 def write_labels(labels: Iterable[FeatureLabel], path: Path) -> None:
-    """Write labels.jsonl, compactly; numbers keep three significant digits."""
+    """Write labels.jsonl, compactly; numbers keep three significant digits, what is not known of
+    any feature is left out."""
     with path.open("w", encoding="utf-8") as lines:
         for label in labels:
             record = {
@@ -177,7 +210,21 @@ def write_labels(labels: Iterable[FeatureLabel], path: Path) -> None:
                     {**c._asdict(), "activation": _rounded(c.activation)} for c in label.contexts
                 ],
             }
+            for name in ("top_logits", "bottom_logits"):
+                effects = record[name]
+                if effects is not None:
+                    record[name] = [
+                        {"token": e.token, "effect": _rounded(e.effect)} for e in effects
+                    ]
+            if label.quantiles is not None:
+                record["quantiles"] = {q: _rounded(x) for q, x in label.quantiles.items()}
+            for name in _LATER:
+                if record[name] is None:
+                    del record[name]
             lines.write(json.dumps(record, ensure_ascii=False, separators=(",", ":")) + "\n")
+
+
+_LATER = ("quantiles", "top_logits", "bottom_logits")
 
 
 def _peaks(acts: Tensor, early: int) -> tuple[Tensor, Tensor]:
@@ -216,14 +263,14 @@ def _best(top: TopWindows, ranks: int, early: int) -> TopWindows:
 
 
 def _context(
-    row: list[int], pos: int, token_text: Sequence[str], style: LabelStyle, activation: float
+    row: Sequence[int], pos: int, token_text: Sequence[str], style: LabelStyle, activation: float
 ) -> Context:
     before = "".join(token_text[token] for token in row[max(0, pos - style.before) : pos])
     after = "".join(token_text[token] for token in row[pos + 1 : pos + 1 + style.after])
     return Context(before, token_text[row[pos]], after, activation)
 
 
-def _snippet(row: list[int], pos: int, token_text: Sequence[str], style: LabelStyle) -> str:
+def _snippet(row: Sequence[int], pos: int, token_text: Sequence[str], style: LabelStyle) -> str:
     """`…ver[y]`, newlines as ⏎ so that a label stays on one line."""
     start = max(0, pos - style.tail)
     before = "".join(token_text[token] for token in row[start:pos])
@@ -231,5 +278,5 @@ def _snippet(row: list[int], pos: int, token_text: Sequence[str], style: LabelSt
     return text.replace("\r", "").replace("\n", "⏎")
 
 
-def _rounded(number: float) -> float:
-    return float(f"{number:.3g}")
+def _rounded(number: float | None) -> float | None:
+    return None if number is None else float(f"{number:.3g}")
