@@ -72,3 +72,21 @@ def check_site(hook_name: str, layer: int, where: str) -> None:
             "was given for "
             f"layer {layer}: use {found}={where}"
         )
+
+
+_NAMES: dict[SiteKind, str] = {
+    "resid_pre": "hook_resid_pre",
+    "z": "attn.hook_z",
+    "attn_out": "hook_attn_out",
+    "resid_mid": "hook_resid_mid",
+    "mlp_normed": "ln2.hook_normalized",
+    "mlp_in": "mlp.hook_in",
+    "mlp_out": "hook_mlp_out",
+}
+
+
+def hook_name_of(site: Site, n_layers: int) -> str:
+    """The TransformerLens name of a site; the stream behind the last layer is its resid_post."""
+    if site.kind == "resid_pre" and site.layer == n_layers:
+        return f"blocks.{n_layers - 1}.hook_resid_post"
+    return f"blocks.{site.layer}.{_NAMES[site.kind]}"
