@@ -107,6 +107,43 @@ class Estimate(RunConfig):
     """Not used: nothing is written."""
 
 
+@dataclass(frozen=True)
+class _Train:
+    recipe: tyro.conf.Positional[Path]
+    """A TOML file that says all that decides the result."""
+    out: Path | None = None
+    """The folder of the result, in place of the recipe's; the same command goes on after a stop."""
+    json: bool = False
+    """Print the card as JSON."""
+
+
+@dataclass(frozen=True)
+class TrainSae(_Train):
+    """Train a sparse dictionary of one site.
+
+    Example:
+      headattr train sae dictionaries/smollm2/resid_pre_12.toml --out resid_pre_12
+    """
+
+
+@dataclass(frozen=True)
+class TrainTranscoder(_Train):
+    """Train transcoders of MLPs, one a layer.
+
+    Example:
+      headattr train transcoder dictionaries/demo/transcoders.toml --out transcoders
+    """
+
+
+@dataclass(frozen=True)
+class TrainCrosscoder(_Train):
+    """Train a crosscoder of residual streams, weakly causal or acausal.
+
+    Example:
+      headattr train crosscoder dictionaries/demo/crosscoder.toml --out crosscoder
+    """
+
+
 COMMANDS: dict[str, type[Any]] = {
     "demo": Demo,
     "run": RunConfig,
@@ -118,6 +155,9 @@ COMMANDS: dict[str, type[Any]] = {
     "dictionaries list": DictionariesList,
     "dictionaries inspect": Inspect,
     "dictionaries label": Label,
+    "train sae": TrainSae,
+    "train transcoder": TrainTranscoder,
+    "train crosscoder": TrainCrosscoder,
 }
 
 
@@ -268,6 +308,17 @@ def _about_dictionaries(command: Any) -> int:
     return 0
 
 
+def _train(command: _Train, kind: str) -> int:
+    from headattr.training.run import render_training, train_file
+
+    _quiet()
+    answer = train_file(
+        command.recipe, kind, command.out, lambda said: print(said, file=sys.stderr, flush=True)
+    )
+    _print(answer, command.json, render_training)
+    return 0
+
+
 _RUN: dict[type[Any], Callable[[Any], int]] = {
     Demo: _demo,
     RunConfig: _run,
@@ -279,6 +330,9 @@ _RUN: dict[type[Any], Callable[[Any], int]] = {
     Evaluate: _about_dictionaries,
     Inspect: _about_dictionaries,
     Label: _about_dictionaries,
+    TrainSae: lambda command: _train(command, "sae"),
+    TrainTranscoder: lambda command: _train(command, "transcoder"),
+    TrainCrosscoder: lambda command: _train(command, "crosscoder"),
 }
 
 

@@ -49,3 +49,23 @@ def site_of(hook_name: str, where: str = "the dictionary") -> Site:
     if match and match.group(3) in _INSIDE:
         return Site(_INSIDE[match.group(3)], int(match.group(1) or match.group(2)))
     raise DictionaryError(f"{where}'s site is {hook_name!r}; expected {_KNOWN}")
+
+
+_NAMES: dict[SiteKind, str] = {
+    "resid_pre": "hook_resid_pre",
+    "z": "attn.hook_z",
+    "attn_own": "self_attn.output",
+    "attn_out": "hook_attn_out",
+    "resid_mid": "hook_resid_mid",
+    "mlp_normed": "ln2.hook_normalized",
+    "mlp_in": "mlp.hook_in",
+    "mlp_own": "mlp.hook_out",
+    "mlp_out": "hook_mlp_out",
+}
+
+
+def hook_name_of(site: Site, n_layers: int) -> str:
+    """The TransformerLens name of a site; the stream behind the last layer is its resid_post."""
+    if site.kind == "resid_pre" and site.layer == n_layers:
+        return f"blocks.{n_layers - 1}.hook_resid_post"
+    return f"blocks.{site.layer}.{_NAMES[site.kind]}"
