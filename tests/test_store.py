@@ -220,10 +220,12 @@ def _long_prompt(length: int, prompt: int) -> tuple[PromptRecord, EdgePart, Laye
     columns["totals"] = score[:, None, None] * np.array([[1, 0], [0, 0]])
     columns["k_contrast_totals"] = np.zeros((3, 3))
     columns["values"] = np.array([[1, 0], [2, 0], [3, 0]])
+    columns["q_parts"] = np.zeros((3, 0), np.int64)
     facts = LayerFacts(
         layer=0,
         heads=np.array([0], np.int32),
         kinds=("token", "bias"),
+        parts=(),
         n_nonfinite=0,
         flagged=np.arange(length) == 0,
         sink_share=np.ones((1, length)),
@@ -245,7 +247,14 @@ def test_a_prompt_beyond_65536_tokens_has_wide_keys(
     tmp_path: Path, length: int, dtype: Any
 ) -> None:
     plans = [LayerPlan(0, [0], 0, None, None, False, "none given")]
-    source = {"kind": "tokens", "layer": 0, "name": "tokens", "hash": "tokens", "labels": None}
+    source = {
+        "kind": "tokens",
+        "layer": 0,
+        "name": "tokens",
+        "hash": "tokens",
+        "labels": None,
+        "groups": [],
+    }
     config = RunConfig("m", ("0=tokens",), "t", str(tmp_path))
     manifest = build_manifest(
         config,
