@@ -18,6 +18,7 @@ from headattr.basis.coder import Coder
 from headattr.basis.component import ActiveFeatures
 from headattr.basis.crosscoder import load_crosscoder
 from headattr.basis.dictionary import Dictionary, Tensors
+from headattr.basis.formats import circuit_tracer
 from headattr.basis.formats.crosscoder import CrosscoderConfig, write_crosscoder
 from headattr.basis.formats.registry import open_release
 from headattr.basis.load import layers_of
@@ -30,7 +31,6 @@ from headattr.training import harvest as harvesting
 from headattr.training.blocks import BlockCoder, Group, Moments, Sparsity
 from headattr.training.loop import Schedule
 from headattr.training.recipe import KINDS, Recipe, read_recipe, recipe_of
-from headattr.training.results import read_transcoder
 from headattr.training.run import train_dictionaries
 from headattr.training.textset import counted_positions, documents, make_windows
 
@@ -305,7 +305,7 @@ def test_a_transcoder_is_scored_as_it_was_written(trained: Any, model: LoadedMod
     stored = load_file(out / "layer_1.safetensors")
     pre = x @ stored["W_enc"].T + stored["b_enc"]
     acts = pre * (pre > stored["activation_function.threshold"])
-    found = dense(coder(read_transcoder(out, 1, 24)).encode([x]), 32)
+    found = dense(coder(circuit_tracer.read_release(out).dictionaries[0]).encode([x]), 32)
     torch.testing.assert_close(found, acts, rtol=0, atol=0)
 
 

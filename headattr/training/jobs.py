@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from headattr.basis.dictionary import Dictionary
-from headattr.basis.formats import crosscoder, saelens
+from headattr.basis.formats import circuit_tracer, crosscoder, saelens
 from headattr.basis.site import hook_name_of
 from headattr.model.capture import check_sites
 from headattr.model.load import LoadedModel
@@ -14,7 +14,6 @@ from headattr.training.blocks import BlockCoder, Group, Moments, Sparsity
 from headattr.training.recipe import CrosscoderRecipe, Recipe, SaeRecipe, TranscoderRecipe
 from headattr.training.results import (
     metadata,
-    read_transcoder,
     write_groups,
     write_set,
     write_transcoder,
@@ -54,12 +53,6 @@ def jobs_of(recipe: Recipe, model: LoadedModel) -> list[Job]:
         ]
     check_sites(model, {site for job in jobs for site in job.sites})
     return jobs
-
-
-def complete(recipe: Recipe, folder: Path) -> None:
-    """Write what belongs to all jobs together."""
-    if isinstance(recipe, TranscoderRecipe):
-        write_set(folder, recipe.model, f"{Path(recipe.model).name}-transcoders")
 
 
 def _sparsity(recipe: Recipe) -> Sparsity:
@@ -111,7 +104,11 @@ def _transcoder(recipe: TranscoderRecipe, model: LoadedModel, layer: int) -> Job
     group = Group((0,), (1,), recipe.d_sae)
 
     def write(trained: BlockCoder, folder: Path) -> None:
+        write_set(folder, recipe)
         write_transcoder(folder, layer, trained.saved()[0][0])
+
+    def read(folder: Path) -> Sequence[Dictionary]:
+        return circuit_tracer.read_release(folder / f"layer_{layer}.safetensors").dictionaries
 
     return Job(
         f"layer_{layer}",
@@ -119,5 +116,5 @@ def _transcoder(recipe: TranscoderRecipe, model: LoadedModel, layer: int) -> Job
         recipe.d_sae,
         lambda moments: BlockCoder([group], moments, _sparsity(recipe), recipe.seed),
         write,
-        lambda folder: [read_transcoder(folder, layer, model.d_model)],
+        read,
     )

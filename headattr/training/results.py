@@ -9,10 +9,8 @@ from jaxtyping import Int
 from torch import Tensor
 
 from headattr.basis.coder import Coder
-from headattr.basis.dictionary import Activation, Dictionary, Tensors
+from headattr.basis.dictionary import Activation, Tensors
 from headattr.basis.formats.crosscoder import CrosscoderConfig, write_crosscoder
-from headattr.model.load import hash_tensors
-from headattr.model.sites import Site
 from headattr.training.harvest import Rows
 from headattr.training.labels import FeatureLabel, label_features, top_windows, write_labels
 from headattr.training.recipe import Recipe
@@ -41,50 +39,20 @@ def write_transcoder(folder: Path, layer: int, tensors: Tensors) -> None:
     partial.replace(path)
 
 
-def write_set(folder: Path, model_name: str, scan: str) -> None:
+def write_set(folder: Path, recipe: Recipe) -> None:
     """config.yaml of a circuit-tracer set."""
     said = {
-        "model_name": model_name,
+        "model_name": recipe.model,
         "model_kind": "transcoder_set",
         "feature_input_hook": "mlp.hook_in",
         "feature_output_hook": "hook_mlp_out",
-        "scan": scan,
+        "scan": f"{Path(recipe.model).name}-transcoders",
+        "prepend_bos": recipe.prepend_bos,
+        "trained_on": trained_on(recipe),
     }
     lines = [f"{key}: {json.dumps(value)}\n" for key, value in said.items()]
+    folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.yaml").write_text("".join(lines), encoding="utf-8")
-
-
-def read_transcoder(folder: Path, layer: int, width: int) -> Dictionary:
-    """A transcoder as it was written, to be scored."""
-    from safetensors.torch import load_file
-
-    path = folder / f"layer_{layer}.safetensors"
-
-    def read() -> tuple[Tensors, str]:
-        named = load_file(path)
-        tensors = Tensors(
-            (named["W_enc"],),
-            named["b_enc"],
-            (named["W_dec"],),
-            (named["b_dec"],),
-            named["activation_function.threshold"],
-        )
-        return tensors, hash_tensors(named.items())
-
-    features = load_file(path)["b_enc"].shape[0]
-    return Dictionary(
-        name=path.stem,
-        path=str(path),
-        format="circuit-tracer",
-        architecture="transcoder",
-        activation=Activation("jumprelu"),
-        reads=(Site("mlp_in", layer),),
-        writes=(Site("mlp_out", layer),),
-        d_in=width,
-        d_out=width,
-        features=features,
-        read=read,
-    )
 
 
 def write_groups(

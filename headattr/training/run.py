@@ -20,7 +20,7 @@ from headattr.errors import UsageError
 from headattr.model.load import LoadedModel, load_model
 from headattr.model.sites import Site
 from headattr.training.harvest import Activations, Wanted, bytes_of, harvest, width_of
-from headattr.training.jobs import Job, complete, jobs_of
+from headattr.training.jobs import Job, jobs_of
 from headattr.training.loop import Checkpoint, moments, train
 from headattr.training.recipe import KINDS, Recipe, read_recipe
 from headattr.training.results import (
@@ -165,7 +165,6 @@ class _Work:
 
     def finish(self, jobs: Sequence[Job], out: Path) -> dict[str, Any]:
         """Complete the result and give it its name."""
-        complete(self.recipe, self.result)
         if self.recipe.labels:
             join_files([self._labels(job) for job in jobs], self.result / LABELS)
         card = self._card(jobs)

@@ -179,6 +179,8 @@ def _dictionary(part: _Part, config: TracerConfig) -> Dictionary:
         features=features,
         read=partial(_read, part, names, activation, repr((activation, reads, writes))),
         hook_name=f"blocks.{layer}.{config.reads}",
+        prepend_bos=config.prepend_bos,
+        trained_on=config.trained_on,
         assumed=(*config.assumed, *guessed, *notes(shapes, names)),
         labels=labels_of(file.parent),
     )

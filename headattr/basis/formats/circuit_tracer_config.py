@@ -28,6 +28,9 @@ class TracerConfig(NamedTuple):
     k: int | None
     widths: dict[str, int]
     """d_model and d_feature, where a run's configuration has them."""
+    prepend_bos: bool | None
+    trained_on: str | None
+    """Both where headattr trained them."""
     assumed: tuple[str, ...]
 
 
@@ -64,8 +67,18 @@ def read_config(folder: Path) -> TracerConfig:
     widths = {} if run is None else _widths(_yaml(run))
     where = path if path.is_file() or run is None else run
     reads, writes = (str(hooks[key]) for key in _RUN_HOOKS)
+    bos, trained_on = said.get("prepend_bos"), said.get("trained_on")
     return TracerConfig(
-        where, kind, reads, writes, said.get("activation"), k, widths, tuple(assumed)
+        where,
+        kind,
+        reads,
+        writes,
+        said.get("activation"),
+        k,
+        widths,
+        bos if isinstance(bos, bool) else None,
+        trained_on if isinstance(trained_on, str) else None,
+        tuple(assumed),
     )
 
 
