@@ -7,7 +7,7 @@ run's sizes, on this machine, now.
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,25 +15,18 @@ from numpy.typing import NDArray
 
 from headattr.attribution.blocks import Sizes as BlockSizes
 from headattr.attribution.blocks import blocks_of
-from headattr.basis.component import Place, SourceInfo
-from headattr.basis.dictionary import Dictionary, Release
-from headattr.basis.formats.registry import open_release
-from headattr.basis.load import Role, Sources, check_release, declared_bos, in_stream
-from headattr.basis.transcoders import layer_of
-from headattr.basis.unembed import N_PREDICTED
+from headattr.basis.load import declared_bos
 from headattr.budget import Budget, budget_for
-from headattr.config import RunConfig, SourceSpec
+from headattr.config import RunConfig
 from headattr.edges import EdgeRule, listed_edges, parse_edge_rule, token_filter
-from headattr.errors import DictionaryError
 from headattr.inputs import inputs_of
 from headattr.kernels.pair_topk import batched
 from headattr.kernels.pair_topk.dispatch import path_of
 from headattr.model.load import DTYPES, LoadedModel
 from headattr.model.outline import outline_model
-from headattr.model.sites import Site
 from headattr.model.tokens import Prompt, decide_bos, tokenize
+from headattr.outlined import OutlinedSource, outlined_sources
 from headattr.plan import (
-    GUESSED_SLOTS,
     distinct,
     plan_heads,
     plan_layer,
@@ -60,38 +53,6 @@ _START = 15.0
 """Seconds of imports, loading and the proof of a small model."""
 
 
-class _Source(NamedTuple):
-    """What a plan asks of a dictionary, and how many features it has at once."""
-
-    layer: int
-    about: SourceInfo
-    l0: int
-    width: int
-    sites: tuple[Site, ...]
-    encoder: bool = True
-    """Can it be read by its encoder?"""
-    reads_nothing: bool = False
-
-
-class _View(NamedTuple):
-    """A source at one layer, as basis or output."""
-
-    source: _Source
-    place: Place
-
-    def check_read(self, read: str) -> None:
-        """As the basis itself: no encoder reads without an encoder."""
-        if self.source.reads_nothing:
-            raise DictionaryError("transcoders of the MLPs below a layer do not read it")
-        if read == "encoder" and not self.source.encoder:
-            raise DictionaryError(
-                f"{self.source.about.name} has no linear encoder to read with; use --read decoder"
-            )
-
-    def reads(self) -> None:
-        """A basis may be an output."""
-
-
 def estimate_run(config: RunConfig) -> dict[str, Any]:
     """{"prompts", "tokens", "set_aside", "heads", "edges", "edges_are" ("exact" or "at most"),
     "bytes", "bytes_per_edge", "memory": {"model", "dictionaries", "work", "results", "peak"},
@@ -102,7 +63,7 @@ def estimate_run(config: RunConfig) -> dict[str, Any]:
     inputs = inputs_of(config)
     model = outline_model(config.model, config.dtype)
     assumed: list[str] = []
-    sources = _sources(model, inputs.basis, inputs.output, assumed)
+    sources = outlined_sources(model, inputs.basis, inputs.output, assumed)
     heads, _ = plan_heads(config, model, sources)
     layers = sorted({head.layer for head in heads})
     outputs, reasons = plan_outputs(config, layers, sources)
@@ -133,90 +94,6 @@ def estimate_run(config: RunConfig) -> dict[str, Any]:
         "seconds": seconds,
         "assumed": list(dict.fromkeys(assumed)),
     }
-
-
-def _sources(
-    model: LoadedModel,
-    basis: Sequence[SourceSpec],
-    output: Sequence[SourceSpec],
-    assumed: list[str],
-) -> Sources:
-    """As the run's own, from configurations alone."""
-    shared: dict[Any, _Source] = {}
-    deepest = max((s.layer for s in basis if s.layer < len(model.layers)), default=0)
-
-    def of(spec: SourceSpec, role: Role) -> _View:
-        key = (role if role == "output" else "", *spec[:3])
-        release = None
-        if isinstance(spec.target, Path):
-            release = in_stream(open_release(spec.target), model)
-        if release is not None and release.kind != "sae" and role == "basis":
-            key = ("", str(spec.target))
-        if key not in shared:
-            shared[key] = _source(model, spec, release, role, deepest, assumed)
-        twin = shared.get(("", *spec[:3])) if role == "output" else None
-        found = twin if twin is not None and twin.about.kind == "sae" else shared[key]
-        site = found.sites[0]
-        stage = {"z": 1, "attn_out": 1}.get(site.kind, 0 if site.kind == "resid_pre" else 2)
-        if stage == 2 and model.family.parallel(model.config):
-            stage = 0
-        layer = spec.layer if spec.kind != "unembed" else len(model.layers) + 1
-        return _View(found, Place(layer, stage if role == "output" else 0))
-
-    bases = {s.layer: of(s, "basis") for s in basis if s.layer < len(model.layers)}
-    outputs = [of(spec, "output") for spec in output]
-    return Sources(bases, {view.place: view for view in outputs})
-
-
-def _source(
-    model: LoadedModel,
-    spec: SourceSpec,
-    release: Release | None,
-    role: Role,
-    deepest: int,
-    assumed: list[str],
-) -> _Source:
-    """From a configuration alone; what it does not say is assumed aloud."""
-
-    def about(kind: str, layer: int, n: int, name: str, bos: bool | None = None) -> SourceInfo:
-        return SourceInfo(kind, layer, name, None, n, "", "", (), bos, None)
-
-    vocabulary, stream = model.vocabulary, (Site("resid_pre", spec.layer),)
-    if spec.kind == "tokens":
-        return _Source(0, about("tokens", 0, vocabulary, "tokens"), 1, vocabulary, stream)
-    if spec.kind == "unembed" or release is None:
-        layer = len(model.layers)
-        found = about("unembed", layer, vocabulary, "unembed")
-        return _Source(layer, found, N_PREDICTED + 1, vocabulary, (Site("resid_pre", layer),))
-    check_release(release, spec.layer, role, model.d_model)
-    used, kind, sites = release.dictionaries, release.kind, stream
-    if kind == "transcoders" and role == "basis":
-        used = tuple(d for d in used if layer_of(d) < deepest)
-        sites = (*(Site("mlp_in", layer_of(d)) for d in used), Site("resid_pre", deepest))
-    elif kind == "transcoders":
-        used, sites = tuple(d for d in used if layer_of(d) == spec.layer), ()
-        sites = (Site("mlp_in", spec.layer), Site("resid_pre", spec.layer))
-    elif kind == "crosscoder":
-        sites = tuple(site for d in used for site in d.reads if site is not None)
-    elif used[0].reads[0] is not None and used[0].reads[0].kind != "resid_pre":
-        sites = (used[0].reads[0], *stream)
-    l0 = sum(_l0(d, assumed) for d in used)
-    found = about(kind, spec.layer, release.features, release.name, used[0].prepend_bos)
-    linear = all(d.activation.kind != "matching_pursuit" for d in used)
-    own = kind == "transcoders" and role == "basis"
-    return _Source(spec.layer, found, l0, release.features, sites, linear, own)
-
-
-def _l0(dictionary: Dictionary, assumed: list[str]) -> int:
-    """Active features a position."""
-    found = dictionary.activation.k
-    if found is None:
-        found = min(GUESSED_SLOTS, dictionary.features)
-        assumed.append(
-            f"{dictionary.name}: {found} active features a position (its configuration does not "
-            "say)"
-        )
-    return found
 
 
 def _count_edges(
@@ -261,7 +138,7 @@ def _edges_of(config: RunConfig, rule: EdgeRule, prompt: Prompt, window: int | N
 
 
 def _edge_bytes(
-    config: RunConfig, plan: LayerPlan, order: Sequence[_Source]
+    config: RunConfig, plan: LayerPlan, order: Sequence[OutlinedSource]
 ) -> tuple[float, float]:
     """Bytes of an edge of a layer on disk, and in memory before it is written."""
     kinds = _KINDS
@@ -304,7 +181,7 @@ def _memory(
     config: RunConfig,
     model: LoadedModel,
     plans: Sequence[LayerPlan],
-    order: Sequence[_Source],
+    order: Sequence[OutlinedSource],
     prompts: Sequence[Prompt],
 ) -> dict[str, int]:
     """Bytes: weights, dictionaries, what is at work, and results that are not written yet."""
@@ -338,7 +215,7 @@ def _memory(
 
 
 def _block_bytes(
-    config: RunConfig, budget: Budget, plan: LayerPlan, order: Sequence[_Source], length: int
+    config: RunConfig, budget: Budget, plan: LayerPlan, order: Sequence[OutlinedSource], length: int
 ) -> int:
     """Of the queries and edges of a layer that are attributed at once."""
     basis, output = order[plan.basis], None if plan.output is None else order[plan.output]
@@ -364,7 +241,7 @@ def _seconds(
     config: RunConfig,
     model: LoadedModel,
     plans: Sequence[LayerPlan],
-    order: Sequence[_Source],
+    order: Sequence[OutlinedSource],
     prompts: Sequence[Prompt],
     edges: Sequence[int],
     stored: float,

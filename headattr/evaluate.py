@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from headattr.attribution.shares import ShareSums, layer_shares
-from headattr.basis.component import ActiveFeatures
+from headattr.basis.active import ActiveFeatures
 from headattr.basis.report import Tally
 from headattr.basis.whole import Whole, load_whole
 from headattr.edges import HeadId, parse_heads, parse_layers

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from headattr.attribution.layer import attribute_layer
-from headattr.basis.component import ActiveFeatures
+from headattr.basis.active import ActiveFeatures
 from headattr.batch import check_finite, layer_task
 from headattr.edges import Edge, HeadId, parse_head, position_problem, same_edges
 from headattr.errors import PromptError, UsageError

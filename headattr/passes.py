@@ -13,10 +13,10 @@ from torch import Tensor
 from headattr.attribution.task import swallow_attention
 from headattr.basis.dictionary import Release
 from headattr.basis.report import stream_of
-from headattr.batch import slots_of
 from headattr.budget import Budget, Shape, budget_for, widest_layer
 from headattr.errors import PromptError, UsageError
 from headattr.judging import OnTexts
+from headattr.layers import slots_of
 from headattr.model.capture import PromptCapture, capture, pad
 from headattr.model.load import LoadedModel, load_model
 from headattr.model.sites import Site

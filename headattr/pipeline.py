@@ -10,9 +10,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from headattr.batch import Advance, Batch, FailedPrompts, Layers, budget_of, rows_of_prompt
+from headattr.batch import Advance, Batch, FailedPrompts, rows_of_prompt
 from headattr.errors import PromptError
 from headattr.inputs import inputs_from_memory
+from headattr.layers import Layers, budget_of
 from headattr.model.tokens import Prompt
 from headattr.plan import Run, label_lines, make_run
 from headattr.store.format import SHARDS

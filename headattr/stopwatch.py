@@ -10,7 +10,8 @@ import torch
 from headattr.attribution.blocks import Rank
 from headattr.attribution.layer import attribute_layer
 from headattr.attribution.task import LayerTask
-from headattr.basis.component import ActiveFeatures, Components, Reads, decompose
+from headattr.basis.active import ActiveFeatures
+from headattr.basis.component import Components, Reads, decompose
 from headattr.edges import same_edges
 from headattr.model.capture import LayerCapture
 from headattr.model.head import HeadWeights, Norm

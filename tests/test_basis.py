@@ -12,7 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import headattr
-from headattr.basis.component import ActiveFeatures, Components
+from headattr.basis.active import ActiveFeatures
+from headattr.basis.component import Components
 from headattr.basis.plain import plain_basis
 from headattr.basis.sae import SaeBasis, from_object, load_sae
 from headattr.basis.site import site_of

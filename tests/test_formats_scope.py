@@ -19,7 +19,7 @@ from headattr.basis.dictionary import Dictionary, Release
 from headattr.basis.formats.npz import npz_tensors
 from headattr.basis.formats.registry import formats, open_release
 from headattr.basis.sae import residual_basis
-from headattr.basis.transcoders import check_transcoders
+from headattr.basis.transcoder_checks import check_transcoders
 from headattr.errors import DictionaryError
 from headattr.model.sites import Site
 

@@ -16,9 +16,10 @@ from test_store import content
 
 import headattr
 from headattr.basis.plain import PlainDictionary
-from headattr.batch import Layers, budget_of, rows_of_prompt
+from headattr.batch import rows_of_prompt
 from headattr.errors import StoreError
 from headattr.inputs import inputs_from_memory
+from headattr.layers import Layers, budget_of
 from headattr.pipeline import attribute_prompts
 from headattr.plan import make_run
 from headattr.store import growing, writer

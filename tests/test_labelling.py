@@ -10,7 +10,7 @@ import tiny
 import tiny_releases as releases
 import torch
 
-from headattr.basis.component import ActiveFeatures, active_of
+from headattr.basis.active import ActiveFeatures, active_of
 from headattr.basis.whole import load_whole
 from headattr.cli import main
 from headattr.errors import DictionaryError

@@ -9,7 +9,7 @@ import tiny_releases as releases
 import torch
 
 import headattr
-from headattr.basis.component import ActiveFeatures
+from headattr.basis.active import ActiveFeatures
 from headattr.basis.dictionary import Activation, Frame, Release, Tensors
 from headattr.basis.report import SiteSums, Tally
 from headattr.basis.whole import load_whole, written_rows

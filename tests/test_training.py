@@ -14,8 +14,8 @@ import tiny
 import torch
 from safetensors.torch import load_file, save_file
 
+from headattr.basis.active import ActiveFeatures
 from headattr.basis.coder import Coder
-from headattr.basis.component import ActiveFeatures
 from headattr.basis.crosscoder import load_crosscoder
 from headattr.basis.dictionary import Dictionary, Tensors
 from headattr.basis.formats import circuit_tracer

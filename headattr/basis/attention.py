@@ -8,15 +8,9 @@ from functools import cached_property
 from jaxtyping import Float
 from torch import Tensor
 
+from headattr.basis.active import ACTIVATIONS, ActiveFeatures
 from headattr.basis.coder import Coder
-from headattr.basis.component import (
-    ACTIVATIONS,
-    ActiveFeatures,
-    Place,
-    Reads,
-    SourceInfo,
-    sparse_sum,
-)
+from headattr.basis.component import Place, Reads, SourceInfo, sparse_sum
 from headattr.basis.dictionary import Dictionary, Release
 from headattr.basis.rows import Matrix
 from headattr.basis.sae import about_coder, check_linear, check_width

@@ -13,7 +13,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from headattr.basis.component import ACTIVATIONS, ActiveFeatures, active_of, check_numbers, joined
+from headattr.basis.active import ACTIVATIONS, ActiveFeatures, active_of, joined
+from headattr.basis.component import check_numbers
 from headattr.basis.dictionary import Dictionary, Tensors
 from headattr.basis.rows import WHOLE, Matrix, mapped, matrix
 from headattr.errors import DictionaryError

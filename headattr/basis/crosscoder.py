@@ -15,19 +15,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from headattr.basis.active import ACTIVATIONS, ActiveFeatures, merged, within
 from headattr.basis.coder import Coder
-from headattr.basis.component import (
-    ACTIVATIONS,
-    ActiveFeatures,
-    Components,
-    Group,
-    Place,
-    Reads,
-    SourceInfo,
-    decompose,
-    merged,
-    within,
-)
+from headattr.basis.component import Components, Group, Place, Reads, SourceInfo, decompose
 from headattr.basis.dictionary import Frame, Release
 from headattr.basis.formats.files import labels_of
 from headattr.basis.rows import JoinedRows, Matrix

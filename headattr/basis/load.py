@@ -23,13 +23,8 @@ from headattr.basis.hub import local_copy
 from headattr.basis.plain import PlainDictionary, plain_basis
 from headattr.basis.sae import SaeBasis, check_fit, residual_basis
 from headattr.basis.tokens import token_basis
-from headattr.basis.transcoders import (
-    TranscodersAt,
-    check_transcoders,
-    layer_of,
-    load_transcoder_output,
-    load_transcoders,
-)
+from headattr.basis.transcoder_checks import check_transcoders, layer_of
+from headattr.basis.transcoders import TranscodersAt, load_transcoder_output, load_transcoders
 from headattr.basis.unembed import unembed_output
 from headattr.config import EVERY_LAYER, HubId, SourceSpec
 from headattr.errors import DictionaryError, UsageError

@@ -7,17 +7,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from headattr.basis.component import (
-    ACTIVATIONS,
-    ActiveFeatures,
-    Components,
-    Place,
-    Reads,
-    SourceInfo,
-    active_by_parts,
-    check_numbers,
-    decompose,
-)
+from headattr.basis.active import ACTIVATIONS, ActiveFeatures, active_by_parts
+from headattr.basis.component import Components, Place, Reads, SourceInfo, check_numbers, decompose
 from headattr.errors import DictionaryError
 from headattr.model.capture import PromptCapture
 from headattr.model.load import hash_tensors

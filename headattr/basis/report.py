@@ -13,7 +13,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from headattr.basis.component import ACTIVATIONS, ActiveFeatures, sum_dtype
+from headattr.basis.active import ACTIVATIONS, ActiveFeatures
+from headattr.basis.component import sum_dtype
 from headattr.model.capture import PromptCapture
 from headattr.model.sites import Site
 

@@ -14,16 +14,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from headattr.basis.active import ACTIVATIONS, ActiveFeatures
 from headattr.basis.coder import Coder
-from headattr.basis.component import (
-    ACTIVATIONS,
-    ActiveFeatures,
-    Components,
-    Place,
-    Reads,
-    SourceInfo,
-    decompose,
-)
+from headattr.basis.component import Components, Place, Reads, SourceInfo, decompose
 from headattr.basis.dictionary import Dictionary, Release
 from headattr.basis.formats import saelens
 from headattr.basis.rows import Matrix

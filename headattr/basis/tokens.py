@@ -9,7 +9,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from headattr.basis.component import ACTIVATIONS, ActiveFeatures, Components, SourceInfo, sum_dtype
+from headattr.basis.active import ACTIVATIONS, ActiveFeatures
+from headattr.basis.component import Components, SourceInfo, sum_dtype
 from headattr.errors import DictionaryError
 from headattr.model.capture import PromptCapture
 from headattr.model.family import Embedding

@@ -18,30 +18,28 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from headattr.basis.active import ACTIVATIONS, ActiveFeatures, merged, within
 from headattr.basis.coder import Coder
 from headattr.basis.component import (
-    ACTIVATIONS,
-    ActiveFeatures,
     Components,
     Part,
     Place,
     Reads,
     SourceInfo,
-    merged,
     sparse_sum,
     sum_dtype,
-    within,
 )
 from headattr.basis.crosscoder import joined_about
-from headattr.basis.dictionary import Dictionary, Release
+from headattr.basis.dictionary import Release
 from headattr.basis.rows import JoinedRows, Matrix, SummedRows, mapped
-from headattr.basis.sae import about_coder, check_linear, check_width
+from headattr.basis.sae import about_coder, check_linear
+from headattr.basis.transcoder_checks import check_transcoders, layer_of, read_site
 from headattr.errors import DictionaryError
 from headattr.model.capture import PromptCapture, check_sites
 from headattr.model.family import Embedding
 from headattr.model.head import HeadWeights, Norm
 from headattr.model.load import LoadedModel
-from headattr.model.sites import MLP_READS, Site
+from headattr.model.sites import Site
 
 
 @dataclass(frozen=True)
@@ -64,7 +62,7 @@ class Transcoders:
     @property
     def sites(self) -> tuple[Site, ...]:
         """What they read, and the stream whose norms say which positions count."""
-        return (*(_read(coder) for coder in self.used), Site("resid_pre", self.depth))
+        return (*(read_site(coder) for coder in self.used), Site("resid_pre", self.depth))
 
     @property
     def writes(self) -> tuple[Site, ...]:
@@ -78,7 +76,7 @@ class Transcoders:
 
     def active(self, prompt: PromptCapture, numbers: int = ACTIVATIONS) -> ActiveFeatures:
         """The features of all transcoders below the deepest layer."""
-        parts = [coder.encode([prompt.at(_read(coder))], numbers) for coder in self.used]
+        parts = [coder.encode([prompt.at(read_site(coder))], numbers) for coder in self.used]
         if not parts:
             x = prompt.at(self.sites[-1])
             none = torch.zeros(len(x) + 1, dtype=torch.long, device=x.device)
@@ -109,7 +107,7 @@ class Transcoders:
                 if b_dec is not None:
                     bias = b_dec.to(found) if bias is None else bias + b_dec.to(found)
                 if layer == layer_of(coder.dictionary):
-                    skip = coder.skip(prompt.at(_read(coder)))
+                    skip = coder.skip(prompt.at(read_site(coder)))
             start += count
         if features is None:
             return None
@@ -127,7 +125,7 @@ class Transcoders:
             parts = self.written(prompt, active, layer)
             assert parts is not None
             total = parts[0] + parts[1] if parts[2] is None else parts[0] + parts[1] + parts[2]
-            found[Site("mlp_out", layer)] = total.to(prompt.at(_read(coder)))
+            found[Site("mlp_out", layer)] = total.to(prompt.at(read_site(coder)))
         return found
 
 
@@ -147,7 +145,7 @@ class TranscodersAt:
     def sites(self) -> tuple[Site, ...]:
         """What it needs of a prompt: all that was added to the stream."""
         needed = [Site("resid_pre", 0), Site("resid_pre", self.layer)]
-        needed += [_read(c) for c in self.source.coders if layer_of(c.dictionary) < self.layer]
+        needed += [read_site(c) for c in self.source.coders if layer_of(c.dictionary) < self.layer]
         for layer in range(self.layer):
             needed += [Site("attn_out", layer), Site("mlp_out", layer)]
             if self.source.heads_apart:
@@ -261,7 +259,7 @@ class TranscoderOutput:
     @property
     def sites(self) -> tuple[Site, ...]:
         """What it needs of a prompt."""
-        given = _read(self.coder)
+        given = read_site(self.coder)
         return tuple(dict.fromkeys([given, self.stream, Site("resid_pre", self.layer)]))
 
     @property
@@ -271,13 +269,13 @@ class TranscoderOutput:
 
     def active(self, prompt: PromptCapture, numbers: int = ACTIVATIONS) -> ActiveFeatures:
         """The dictionary's own activations."""
-        return self.coder.encode([prompt.at(_read(self.coder))], numbers)
+        return self.coder.encode([prompt.at(read_site(self.coder))], numbers)
 
     def reads(self, prompt: PromptCapture, active: ActiveFeatures, read: str) -> Reads:
         """Encoder rows through the norm, its scale frozen."""
         self.check_read(read)
         x = prompt.at(self.stream)
-        scale = self.coder.seen(prompt.at(_read(self.coder))).read_scale
+        scale = self.coder.seen(prompt.at(read_site(self.coder))).read_scale
         scale = scale if self.norm is None else scale / self.norm.sigma(x)
         return Reads(active, self.read_rows(read), scale[active.positions], scale, read)
 
@@ -339,7 +337,7 @@ def load_transcoder_output(release: Release, layer: int, model: LoadedModel) -> 
     if found[0].reads[0] is not None:
         check_sites(model, [found[0].reads[0]])
     coder = Coder(found[0], model.dtype, model.device)
-    read = _read(coder)
+    read = read_site(coder)
     assert model.family.mlp is not None
     norm = None if read.kind == "resid_mid" else model.family.mlp(model.layers[layer]).norm
     if norm is not None and read.kind == "mlp_normed":
@@ -347,49 +345,6 @@ def load_transcoder_output(release: Release, layer: int, model: LoadedModel) -> 
     kind = "resid_pre" if model.family.parallel(model.config) else "resid_mid"
     about = about_coder(coder, "transcoder", layer)
     return TranscoderOutput(coder, norm, Site(kind, layer), about._replace(name=release.name))
-
-
-def layer_of(dictionary: Dictionary) -> int:
-    """The layer of the MLP whose input a transcoder reads."""
-    site = dictionary.reads[0]
-    assert site is not None
-    return site.layer
-
-
-def check_transcoders(release: Release, d_model: int | None, n_layers: int | None) -> None:
-    """Refuse what does not read and write MLPs of such a model."""
-    where, seen = release.path or release.name, set()
-    for d in release.dictionaries:
-        read = d.reads[0]
-        if read is None or len(d.reads) != 1 or read.kind not in MLP_READS:
-            raise DictionaryError(
-                f"{where} reads {d.hook_name or read or 'a site that it does not name'}; expected "
-                "the input of an MLP: blocks.N.mlp.hook_in, blocks.N.ln2.hook_normalized or "
-                "blocks.N.hook_resid_mid"
-            )
-        for site in d.writes:
-            if site is None or site.kind != "mlp_out" or site.layer < read.layer:
-                raise DictionaryError(
-                    f"{where}: features that read {read} write {site or 'a site without a name'}; "
-                    "expected outputs of MLPs from that layer on"
-                )
-        if n_layers is not None and read.layer >= n_layers:
-            raise DictionaryError(
-                f"{where} reads {read}; the model's layers are 0 to {n_layers - 1}"
-            )
-        if read.layer in seen:
-            raise DictionaryError(
-                f"{where} has two transcoders of layer {read.layer}; expected one"
-            )
-        seen.add(read.layer)
-        check_width(d, d.d_in, d_model)
-        check_width(d, d.d_out, d_model)
-
-
-def _read(coder: Coder) -> Site:
-    site = coder.dictionary.reads[0]
-    assert site is not None
-    return site
 
 
 def _post_scale(weights: HeadWeights, z: Float[Tensor, "pos head d_head"]) -> Tensor:

@@ -12,7 +12,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from headattr.basis.component import ACTIVATIONS, ActiveFeatures, Place, Reads, SourceInfo, joined
+from headattr.basis.active import ACTIVATIONS, ActiveFeatures, joined
+from headattr.basis.component import Place, Reads, SourceInfo
 from headattr.model.capture import PromptCapture
 from headattr.model.family import Unembedding
 from headattr.model.load import LoadedModel

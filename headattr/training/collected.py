@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from headattr.basis.component import ActiveFeatures
+from headattr.basis.active import ActiveFeatures
 from headattr.training.labels import TopWindows
 
 QUANTILES = (0.5, 0.9, 0.99)

@@ -7,8 +7,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from headattr.basis.active import ActiveFeatures
 from headattr.basis.coder import Coder
-from headattr.basis.component import ActiveFeatures, sparse_sum
+from headattr.basis.component import sparse_sum
 from headattr.basis.dictionary import Dictionary
 from headattr.training.harvest import Rows
 
