@@ -4,145 +4,24 @@ import json as jsonlib
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import tyro
-
 from headattr.arguments import merge_repeats, parse
+from headattr.commands import (
+    Check,
+    Demo,
+    DictionariesList,
+    Estimate,
+    Models,
+    QueryEdge,
+    TrainCrosscoder,
+    TrainSae,
+    TrainTranscoder,
+    _Train,
+)
 from headattr.config import RunConfig
 from headattr.errors import HeadattrError, UsageError
 from headattr.judging import Evaluate, Inspect, Label
-
-
-@dataclass(frozen=True)
-class Demo:
-    """See it work on the embedded model and texts: heads, three edges in words, a picture.
-
-    Example:
-      headattr demo --out headattr-demo
-    """
-
-    out: Path = Path("headattr-demo")
-    """The folder of the result, a store with a picture in it; running again reuses it."""
-    json: bool = False
-    """Print the findings as JSON."""
-
-
-@dataclass(frozen=True)
-class QueryEdge:
-    """Why is this edge there, and what does it move?
-
-    Example:
-      headattr query edge headattr-demo --prompt 2 --head L3H0 --q 17 --k 6
-    """
-
-    store: tyro.conf.Positional[Path]
-    """A result folder."""
-    prompt: int
-    """The prompt's id: its 0-based line."""
-    head: str
-    """The head, as L5H1."""
-    q: int
-    """Query position."""
-    k: int
-    """Key position."""
-    pairs: int = 8
-    """Pairs to print (JSON has all that are kept)."""
-    features: int = 3
-    """Features a side to print (JSON has all that are kept)."""
-    json: bool = False
-    """Print the answer as JSON."""
-
-
-@dataclass(frozen=True)
-class Check:
-    """Is a result whole, and does it add up? Exit 1 if anything is off.
-
-    Example:
-      headattr check headattr-demo
-    """
-
-    store: tyro.conf.Positional[Path]
-    """A result folder."""
-    json: bool = False
-    """Print the answer as JSON."""
-
-
-@dataclass(frozen=True)
-class Models:
-    """The families whose attention is rebuilt exactly, with the error that was proven.
-
-    Example:
-      headattr models
-    """
-
-    json: bool = False
-    """Print the table as JSON."""
-
-
-@dataclass(frozen=True)
-class DictionariesList:
-    """The dictionaries that came with headattr or are in its cache.
-
-    Example:
-      headattr dictionaries list
-    """
-
-    json: bool = False
-    """Print the table as JSON."""
-
-
-@dataclass(frozen=True)
-class Estimate(RunConfig):
-    """What a run would take - edges, bytes, memory, time - with the same flags, before anything
-    heavy.
-
-    Example:
-      headattr estimate --model demo --basis demo --texts prompts.txt --out results
-    """
-
-    out: str = ""
-    """Not used: nothing is written."""
-
-
-@dataclass(frozen=True)
-class _Train:
-    recipe: tyro.conf.Positional[Path]
-    """A TOML file that says all that decides the result."""
-    out: Path | None = None
-    """The folder of the result, in place of the recipe's; the same command goes on after a stop."""
-    json: bool = False
-    """Print the card as JSON."""
-
-
-@dataclass(frozen=True)
-class TrainSae(_Train):
-    """Train a sparse dictionary of one site.
-
-    Example:
-      headattr train sae dictionaries/smollm2/resid_pre_12.toml --out resid_pre_12
-    """
-
-
-@dataclass(frozen=True)
-class TrainTranscoder(_Train):
-    """Train transcoders of MLPs, one a layer.
-
-    Example:
-      headattr train transcoder dictionaries/demo/transcoders.toml --out transcoders
-    """
-
-
-@dataclass(frozen=True)
-class TrainCrosscoder(_Train):
-    """Train a crosscoder of residual streams, weakly causal or acausal.
-
-    Example:
-      headattr train crosscoder dictionaries/demo/crosscoder.toml --out crosscoder
-    """
-
 
 COMMANDS: dict[str, type[Any]] = {
     "demo": Demo,

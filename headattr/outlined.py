@@ -1,4 +1,4 @@
-"""The dictionaries of a run from their configurations alone, as far as a plan and an estimate ask."""
+"""The dictionaries of a run from their configurations alone, as far as an estimate asks."""
 
 from collections.abc import Sequence
 from pathlib import Path

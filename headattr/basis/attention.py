@@ -8,12 +8,13 @@ from functools import cached_property
 from jaxtyping import Float
 from torch import Tensor
 
+from headattr.basis.about import about_coder
 from headattr.basis.active import ACTIVATIONS, ActiveFeatures
 from headattr.basis.coder import Coder
 from headattr.basis.component import Place, Reads, SourceInfo, sparse_sum
 from headattr.basis.dictionary import Dictionary, Release
 from headattr.basis.rows import Matrix
-from headattr.basis.sae import about_coder, check_linear, check_width
+from headattr.basis.sae import check_linear, check_width
 from headattr.errors import DictionaryError
 from headattr.model.capture import PromptCapture
 from headattr.model.load import LoadedModel

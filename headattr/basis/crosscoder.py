@@ -9,19 +9,18 @@ Acausal: every feature reads and writes all sites. Features are numbered by the 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from headattr.basis.about import about_coder, joined_about
 from headattr.basis.active import ACTIVATIONS, ActiveFeatures, merged, within
 from headattr.basis.coder import Coder
-from headattr.basis.component import Components, Group, Place, Reads, SourceInfo, decompose
+from headattr.basis.component import Components, Place, Reads, SourceInfo, decompose
 from headattr.basis.dictionary import Frame, Release
-from headattr.basis.formats.files import labels_of
 from headattr.basis.rows import JoinedRows, Matrix
-from headattr.basis.sae import about_coder, check_linear, check_width
+from headattr.basis.sae import check_linear, check_width
 from headattr.errors import DictionaryError
 from headattr.model.capture import PromptCapture
 from headattr.model.sites import Site
@@ -275,36 +274,6 @@ def check_crosscoder(release: Release, d_model: int | None) -> None:
             f"{where}: a {many[0].shown} crosscoder whose features read different sites chooses "
             "them over all sites; expected its inference form, with thresholds"
         )
-
-
-def joined_about(
-    abouts: Sequence[SourceInfo], release: Release, kind: str, layer: int
-) -> SourceInfo:
-    """What is known of several dictionaries that are one source."""
-    first = abouts[0]
-    assumed = dict.fromkeys(note for about in abouts for note in about.assumed)
-    groups = [
-        Group(site.layer if site else layer, str(site), d.features)
-        for d in release.dictionaries
-        for site in [d.reads[0] if len(d.reads) == 1 else None]
-    ]
-    root = Path(release.path) if release.path else None
-    labels = labels_of(root) if root is not None and root.is_dir() else first.labels
-    kinds = " and ".join(dict.fromkeys(about.activation for about in abouts))
-    bos = {about.prepend_bos for about in abouts}
-    return first._replace(
-        kind=kind,
-        layer=layer,
-        name=release.name,
-        path=release.path,
-        n_features=release.features,
-        activation=kinds,
-        hash="+".join(about.hash for about in abouts),
-        assumed=tuple(assumed),
-        prepend_bos=bos.pop() if len(bos) == 1 else None,
-        groups=tuple(groups),
-        labels=labels,
-    )
 
 
 def _reads(coder: Coder) -> list[Site]:

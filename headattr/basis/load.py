@@ -24,7 +24,8 @@ from headattr.basis.plain import PlainDictionary, plain_basis
 from headattr.basis.sae import SaeBasis, check_fit, residual_basis
 from headattr.basis.tokens import token_basis
 from headattr.basis.transcoder_checks import check_transcoders, layer_of
-from headattr.basis.transcoders import TranscodersAt, load_transcoder_output, load_transcoders
+from headattr.basis.transcoder_output import load_transcoder_output
+from headattr.basis.transcoders import TranscodersAt, load_transcoders
 from headattr.basis.unembed import unembed_output
 from headattr.config import EVERY_LAYER, HubId, SourceSpec
 from headattr.errors import DictionaryError, UsageError

@@ -14,6 +14,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from headattr.basis.about import about_coder
 from headattr.basis.active import ACTIVATIONS, ActiveFeatures
 from headattr.basis.coder import Coder
 from headattr.basis.component import Components, Place, Reads, SourceInfo, decompose
@@ -165,29 +166,3 @@ def check_width(dictionary: Dictionary, found: int, d_model: int | None) -> None
             f"{dictionary.path or dictionary.name} decomposes vectors of width {found}; the "
             f"model's residual stream has {d_model}: it belongs to another model"
         )
-
-
-def about_coder(coder: Coder, kind: str, layer: int) -> SourceInfo:
-    """Where a dictionary came from and what was assumed, with what an activation of 1 stands
-    for."""
-    dictionary, rows = coder.dictionary, coder.directions()
-    assumed = dictionary.assumed
-    if dictionary.activation.kind == "gated":
-        assumed = (*assumed, "encoder reads use the magnitude row of the gated encoder")
-    norms = (rows if isinstance(rows, Tensor) else rows[: 1 << 12]).norm(dim=-1)
-    low, high = float(norms.min()), float(norms.max())
-    unit = 0.999 < low <= high < 1.001
-    size = "norm 1" if unit else f"norms {low:.3g} to {high:.3g} (not folded)"
-    said = f"activations multiply decoder rows of {size}"
-    return SourceInfo(
-        kind,
-        layer,
-        dictionary.name,
-        dictionary.path,
-        dictionary.features,
-        dictionary.shown,
-        coder.hash,
-        (*assumed, said),
-        dictionary.prepend_bos,
-        dictionary.labels,
-    )

@@ -45,6 +45,7 @@ def check_transcoders(release: Release, d_model: int | None, n_layers: int | Non
 
 
 def read_site(coder: Coder) -> Site:
+    """What a transcoder reads."""
     site = coder.dictionary.reads[0]
     assert site is not None
     return site

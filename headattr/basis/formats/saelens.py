@@ -19,13 +19,13 @@ from headattr.basis.formats.files import (
     tensors_of,
 )
 from headattr.basis.formats.registry import Format
-from headattr.basis.formats.saelens_config import TRANSCODERS, SaeConfig, interpret
+from headattr.basis.formats.saelens_config import SCALER, TRANSCODERS, SaeConfig, interpret
 from headattr.basis.site import site_of
 from headattr.errors import DictionaryError
 from headattr.model.load import hash_tensors
 from headattr.model.sites import Site
 
-WEIGHTS, CONFIG, SCALER = "sae_weights.safetensors", "cfg.json", "activation_scaler.json"
+WEIGHTS, CONFIG = "sae_weights.safetensors", "cfg.json"
 _EXPECTED = {
     "gated": ("W_enc", "W_dec", "b_dec", "b_gate", "b_mag", "r_mag"),
     "matching_pursuit": ("W_dec", "b_dec"),

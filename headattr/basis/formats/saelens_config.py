@@ -1,4 +1,5 @@
-"""What a SAELens configuration of any version means; what it leaves out is assumed aloud, or refused."""
+"""What a SAELens configuration of any version means; what it leaves out is assumed aloud, or
+refused."""
 
 import math
 from collections.abc import Mapping
@@ -7,6 +8,7 @@ from typing import Any, NamedTuple
 
 from headattr.errors import DictionaryError
 
+SCALER = "activation_scaler.json"
 SAES = ("standard", "gated", "topk", "abstopk", "jumprelu", "matching_pursuit")
 TRANSCODERS = ("transcoder", "skip_transcoder", "jumprelu_transcoder", "jumprelu_skip_transcoder")
 PER_TOKEN = SAES + TRANSCODERS
