@@ -344,3 +344,14 @@ def test_a_dictionary_of_the_hub_is_read_from_its_cache(
     for absent, said in (("org/dictionaries/other", "has no other"), ("org/none/x", "org/none/x")):
         with pytest.raises(DictionaryError, match=said):
             run(tiny.llama(), [f"1={absent}"], tmp_path / "none")
+
+
+def test_groups_out_of_order_are_refused(tmp_path: Path) -> None:
+    """Ids run through the groups by the site that they read, so that a layer's are the first."""
+    hf, made = tiny.llama(), crosscoder(1, 2)
+    turned = replace(made, dictionaries=made.dictionaries[::-1])
+    with pytest.raises(DictionaryError, match="in this order"):
+        run(hf, {2: turned}, tmp_path / "out")
+    stack = transcoders(0, 1)
+    with pytest.raises(DictionaryError, match="out of order"):
+        run(hf, {2: replace(stack, dictionaries=stack.dictionaries[::-1])}, tmp_path / "out")

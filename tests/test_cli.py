@@ -464,7 +464,7 @@ BAD_TOML = {
     "layer = ": "is not TOML",
     "": "no [[basis]] tables",
     "[[basis]]\nlayer = 1": "has no path",
-    '[[basis]]\nkind = "sae"\npath = "sae1"': "layer = N",
+    '[[basis]]\nkind = "sae"\npath = "sae1"': "sae1 is not a folder",
     '[[basis]]\nkind = "lens"\nlayer = 1\npath = "sae1"': 'kind = "sae"',
     '[[basis]]\nkind = "sae"\nlayer = "1"\npath = "sae1"': "layer = N",
     '[[basis]]\nkind = "sae"\nlayer = 1\npath = 3': "path",

@@ -9,6 +9,7 @@ from headattr.basis.coder import Coder
 from headattr.basis.component import Group, SourceInfo
 from headattr.basis.dictionary import Release
 from headattr.basis.formats.files import labels_of
+from headattr.config import canonical_hash
 
 
 def about_coder(coder: Coder, kind: str, layer: int) -> SourceInfo:
@@ -59,7 +60,7 @@ def joined_about(
         path=release.path,
         n_features=release.features,
         activation=kinds,
-        hash="+".join(about.hash for about in abouts),
+        hash=canonical_hash([about.hash for about in abouts]),
         assumed=tuple(assumed),
         prepend_bos=bos.pop() if len(bos) == 1 else None,
         groups=tuple(groups),

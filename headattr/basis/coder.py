@@ -16,7 +16,7 @@ from torch import Tensor
 from headattr.basis.active import ACTIVATIONS, ActiveFeatures, active_of, joined
 from headattr.basis.component import check_numbers
 from headattr.basis.dictionary import Dictionary, Tensors
-from headattr.basis.rows import WHOLE, Matrix, mapped, matrix
+from headattr.basis.rows import WHOLE, Matrix, StoredRows, mapped, matrix
 from headattr.errors import DictionaryError
 
 _LAYER_NORM_EPS = 1e-5  # what sae_lens adds to the deviation of its input
@@ -90,9 +90,11 @@ class Coder:
         it, and a constant."""
         rows, frame = self.W_enc[read], self.dictionary.frame
         for part in (self._gain, self._norms):
-            if part is not None:
-                assert isinstance(rows, Tensor)
+            if part is not None and isinstance(rows, Tensor):
                 rows = rows * part[:, None]
+            elif part is not None:
+                stored = self._tensors.W_enc[read]
+                rows = StoredRows(stored, part, self.dtype, self.device)
         if frame.centred or frame.normalize == "layer_norm":
             return mapped(rows, lambda some: some - some.mean(-1, keepdim=True))
         return rows.contiguous() if isinstance(rows, Tensor) else rows

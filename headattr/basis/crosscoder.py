@@ -268,6 +268,12 @@ def check_crosscoder(release: Release, d_model: int | None) -> None:
                 "expected those of a weakly causal crosscoder to write no earlier site"
             )
         check_width(d, d.d_in, d_model)
+    firsts = [min(d.reads) for d in release.dictionaries]  # type: ignore[type-var]
+    if firsts != sorted(firsts):  # type: ignore[type-var]
+        raise DictionaryError(
+            f"{where}: its groups read {', '.join(map(str, firsts))}; expected them in this order, "
+            "by the site that they read"
+        )
     many = [d for d in release.dictionaries if d.activation.kind in ("topk", "abstopk")]
     if len(release.dictionaries) > 1 and many:
         raise DictionaryError(

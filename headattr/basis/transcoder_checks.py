@@ -39,6 +39,10 @@ def check_transcoders(release: Release, d_model: int | None, n_layers: int | Non
             raise DictionaryError(
                 f"{where} has two transcoders of layer {read.layer}; expected one"
             )
+        if seen and read.layer < max(seen):
+            raise DictionaryError(
+                f"{where} has its transcoders out of order; expected them by layer"
+            )
         seen.add(read.layer)
         check_width(d, d.d_in, d_model)
         check_width(d, d.d_out, d_model)
