@@ -719,6 +719,11 @@ def test_the_command_trains_labels_and_prints_the_card(
     assert [line["id"] for line in lines] == list(range(card["features"]))
     assert sum(line["label"] is not None for line in lines) > len(lines) / 4
     assert str(place) not in (out / "card.json").read_text()
+    windows = make_windows(read_recipe(path, kind), load_model(str(place / "model")), place)
+    kept = [
+        json.loads(line)["tokens"] for line in (out / "held_out.jsonl").read_text().splitlines()
+    ]
+    assert kept == windows.held_out.tolist()
 
 
 def test_labels_quote_where_the_saved_dictionary_fires(place: Path) -> None:

@@ -17,6 +17,8 @@ from headattr.training.recipe import Recipe
 from headattr.training.scores import windows_of
 
 CARD, LABELS = "card.json", "labels.jsonl"
+HELD_OUT = "held_out.jsonl"
+"""Windows that were not trained on, as prompts."""
 
 
 def write_transcoder(folder: Path, layer: int, tensors: Tensors) -> None:
@@ -121,6 +123,12 @@ def _labels(
         for label in label_features(top, windows, token_text):
             yield label._replace(id=label.id + start)
         start += coder.dictionary.features
+
+
+def write_prompts(windows: Int[Tensor, "window pos"], path: Path) -> None:
+    """Windows as prompts of token ids, a line each: what `evaluate --texts` takes."""
+    lines = [json.dumps({"tokens": window}, separators=(",", ":")) for window in windows.tolist()]
+    path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
 
 
 def write_card(folder: Path, card: dict[str, Any]) -> None:

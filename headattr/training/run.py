@@ -25,10 +25,12 @@ from headattr.training.loop import Checkpoint, moments, train
 from headattr.training.recipe import KINDS, Recipe, read_recipe
 from headattr.training.results import (
     CARD,
+    HELD_OUT,
     LABELS,
     join_files,
     write_card,
     write_feature_labels,
+    write_prompts,
 )
 from headattr.training.scores import coders_of, score
 from headattr.training.textset import Windows, counted_positions, make_windows, token_texts
@@ -167,6 +169,7 @@ class _Work:
         """Complete the result and give it its name."""
         if self.recipe.labels:
             join_files([self._labels(job) for job in jobs], self.result / LABELS)
+        write_prompts(self.windows.held_out, self.result / HELD_OUT)
         card = self._card(jobs)
         write_card(self.result, card)
         out.parent.mkdir(parents=True, exist_ok=True)
