@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from made import FEATURES, crosscoder, dictionary, resid, transcoders
+from made import FEATURES, D, crosscoder, dictionary, resid, transcoders
 
 import headattr
 from headattr.basis.component import Components
@@ -355,3 +355,27 @@ def test_groups_out_of_order_are_refused(tmp_path: Path) -> None:
     stack = transcoders(0, 1)
     with pytest.raises(DictionaryError, match="out of order"):
         run(hf, {2: replace(stack, dictionaries=stack.dictionaries[::-1])}, tmp_path / "out")
+
+
+@pytest.mark.parametrize("kind", BASES)
+def test_a_large_dictionary_that_stays_on_disk_gives_the_same_numbers(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows converted as they are used, encoded some features at a time."""
+    made, hf = BASES[kind](), tiny.llama()
+    options = {"output": {3: crosscoder(1, 3)}} if "coder" not in kind else {"output": "unembed"}
+    whole = run(hf, {2: made}, tmp_path / "whole", **options)
+    monkeypatch.setattr("headattr.basis.coder.WHOLE", 7 * D)
+    lazy = run(hf, {2: made}, tmp_path / "lazy", **options)
+    adds_up(lazy)
+    for q_pos, k_pos in ((8, 3), (4, 4)):
+        first, second = (
+            headattr.query_edge(store, 0, "L2H1", q_pos, k_pos) for store in (whole, lazy)
+        )
+        assert [p["q_feature"] for p in first["qk"]["pairs"]] == [
+            p["q_feature"] for p in second["qk"]["pairs"]
+        ]
+        values = [[p["value"] for p in found["qk"]["pairs"]] for found in (first, second)]
+        torch.testing.assert_close(*map(torch.tensor, values), rtol=2e-3, atol=1e-5)
+        norms = [[p["norm"] for p in found["ov"][0]["v_features"]] for found in (first, second)]
+        torch.testing.assert_close(*map(torch.tensor, norms), rtol=1e-4, atol=1e-5)

@@ -34,15 +34,24 @@ class Seen(NamedTuple):
 class Coder:
     """The tensors of one dictionary, ready to encode, to write and to be read with."""
 
-    def __init__(self, dictionary: Dictionary, dtype: torch.dtype, device: torch.device) -> None:
-        """Reads them. Raises DictionaryError for shapes or numbers that cannot be."""
+    def __init__(
+        self,
+        dictionary: Dictionary,
+        dtype: torch.dtype,
+        device: torch.device,
+        numbers: int | None = None,
+    ) -> None:
+        """Reads them. `numbers`: of all dictionaries that are loaded with it, by default its own;
+        many are left where they are. Raises DictionaryError for shapes or numbers that cannot be.
+        """
         self.dictionary, self.dtype, self.device = dictionary, dtype, device
+        self._whole = (dictionary.numbers if numbers is None else numbers) <= WHOLE
         tensors, self.hash = dictionary.read()
         _check(dictionary, tensors)
         self._tensors = tensors
-        self.W_enc = tuple(matrix(W, dtype, device) for W in tensors.W_enc)
+        self.W_enc = tuple(matrix(W, dtype, device, whole=self._whole) for W in tensors.W_enc)
         self._factor = self._row_factor(tensors)
-        self._W_dec = tuple(matrix(W, dtype, device) for W in tensors.W_dec)
+        self._W_dec = tuple(matrix(W, dtype, device, whole=self._whole) for W in tensors.W_dec)
         self.b_dec = tuple(None if b is None else b.to(device, dtype) for b in tensors.b_dec)
         self.W_skip = None if tensors.W_skip is None else tensors.W_skip.to(device, dtype)
         self.b_enc, self.threshold, self.b_gate = (
@@ -67,7 +76,8 @@ class Coder:
         if self._factor is None:
             return self._W_dec
         stored = self._tensors.W_dec
-        return tuple(matrix(W, self.dtype, self.device, self._factor) for W in stored)
+        fit = self.dtype, self.device, self._factor
+        return tuple(matrix(W, *fit, whole=self._whole) for W in stored)
 
     def bias(self, write: int, x: Float[Tensor, "pos d_out"]) -> Float[Tensor, "pos d_out"]:
         """What is written at every position of a site, activations apart; `x`: the site's own

@@ -204,9 +204,15 @@ def check_numbers(named: Mapping[str, Tensor], where: str) -> None:
                 f"{where}: {name} is packed as {tensor.dtype}; expected floating-point numbers"
             )
         # a threshold of infinity is a feature that never fires
-        broken = tensor.isnan() if name == "threshold" else ~tensor.isfinite()
-        if bool(broken.any()):
+        check = torch.isnan if name == "threshold" else _not_finite
+        step = max(1, _CHUNK // max(1, tensor[:1].numel())) if tensor.ndim else 1
+        parts = tensor.split(step) if tensor.ndim and len(tensor) else [tensor]
+        if any(bool(check(part).any()) for part in parts):
             raise DictionaryError(f"{where}: {name} holds non-finite numbers; expected finite ones")
+
+
+def _not_finite(part: Tensor) -> Tensor:
+    return ~part.isfinite()
 
 
 def sum_dtype(device: torch.device) -> torch.dtype:

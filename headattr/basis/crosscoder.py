@@ -231,7 +231,7 @@ def load_crosscoder(
     (sites differ in scale: a format folds it), or a feature that writes before it reads.
     """
     check_crosscoder(release, d_model)
-    coders = tuple(Coder(d, dtype, device) for d in release.dictionaries)
+    coders = tuple(Coder(d, dtype, device, release.numbers) for d in release.dictionaries)
     sites = crosscoder_sites(release)
     abouts = [about_coder(coder, "crosscoder", sites[-1].layer) for coder in coders]
     about = joined_about(abouts, release, "crosscoder", sites[-1].layer)

@@ -102,6 +102,11 @@ class Dictionary:
     """Path of a labels.jsonl."""
 
     @property
+    def numbers(self) -> int:
+        """Of its matrices."""
+        return self.features * (self.d_in * len(self.reads) + self.d_out * len(self.writes))
+
+    @property
     def shown(self) -> str:
         """Architecture and k."""
         k = self.activation.k
@@ -119,6 +124,11 @@ class Release:
     path: str | None
     dictionaries: tuple[Dictionary, ...]
     """By the site that they read."""
+
+    @property
+    def numbers(self) -> int:
+        """Of all matrices."""
+        return sum(d.numbers for d in self.dictionaries)
 
     @property
     def features(self) -> int:

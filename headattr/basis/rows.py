@@ -8,8 +8,8 @@ from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 WHOLE = 1 << 28
-"""Numbers of a matrix that is converted once and kept; a larger one stays as it is stored (on disk,
-where the file is mapped) and its rows are converted whenever they are used."""
+"""Numbers of dictionaries that belong together and are converted once and kept; larger ones stay as
+they are stored (on disk, where the file is mapped), their rows converted whenever they are used."""
 
 
 class LazyRows(ABC):
@@ -170,9 +170,11 @@ def matrix(
     dtype: torch.dtype,
     device: torch.device,
     factor: Float[Tensor, "row"] | None = None,
+    *,
+    whole: bool = True,
 ) -> Matrix:
-    """A small matrix whole, a large one as rows that are read when they are asked for."""
-    if stored.numel() > WHOLE:
+    """A matrix `whole` and converted, or as rows that are read when they are asked for."""
+    if not whole:
         return StoredRows(stored, factor, dtype, device)
-    whole = stored.to(device, dtype)
-    return whole if factor is None else whole * factor[:, None]
+    found = stored.to(device, dtype)
+    return found if factor is None else found * factor[:, None]

@@ -236,7 +236,8 @@ def load_transcoders(
     of one MLP.
     """
     check_transcoders(release, model.d_model, len(model.layers))
-    coders = tuple(Coder(d, model.dtype, model.device) for d in release.dictionaries)
+    fit = model.dtype, model.device, release.numbers
+    coders = tuple(Coder(d, *fit) for d in release.dictionaries)
     abouts = [about_coder(coder, "transcoders", depth) for coder in coders]
     about = joined_about(abouts, release, "transcoders", depth)
     layers = {layer_of(d) for d in release.dictionaries}
