@@ -22,7 +22,7 @@ def run(config: RunConfig) -> dict[str, Any]:
     {"out", "prompts", "edges", "shards": {"all", "finished_before"}, "set_aside": [...],
     "completeness", "contrast_completeness", "ov", "pattern_error", "problems", "model_notes",
     "bos",
-    "sources": [{"name", "layer", "activation", "mean_l0", "assumed", "report": {"positions",
+    "sources": [{"kind", "name", "layer", "activation", "mean_l0", "assumed", "report": {"positions",
     "left_out", "l0", "explained_variance": {site: a number or null}}}], "layers_without_basis",
     "no_output", "seconds"}. `report` is of the first few prompts; null for what reconstructs
     nothing.
@@ -45,7 +45,7 @@ def run(config: RunConfig) -> dict[str, Any]:
             "bos": manifest["bos"],
             "sources": [
                 {
-                    **{key: s[key] for key in ("name", "layer", "activation", "assumed")},
+                    **{key: s[key] for key in ("kind", "name", "layer", "activation", "assumed")},
                     "mean_l0": store.mean_l0(i),
                     "report": s.get("report"),
                 }
@@ -77,7 +77,8 @@ def render_run(answer: dict[str, Any]) -> str:
         lines.append("  no edge was kept: do --edges, --q-token and --k-token say what is meant?")
     for source in answer["sources"]:
         l0 = "" if source["mean_l0"] is None else f", mean L0 {source['mean_l0']:.1f}"
-        lines.append(f"  layer {source['layer']}: {source['name']} ({source['activation']}{l0})")
+        about = f"{source['kind']}, {source['activation']}{l0}"
+        lines.append(f"  layer {source['layer']}: {source['name']} ({about})")
         if source["report"] is not None:
             lines += [f"    {line}" for line in render_report(source["report"])]
         lines += [f"    assumed: {assumed}" for assumed in source["assumed"]]

@@ -9,21 +9,14 @@ from headattr.basis.coder import Coder
 from headattr.basis.component import Group, SourceInfo
 from headattr.basis.dictionary import Release
 from headattr.basis.formats.files import labels_of
+from headattr.basis.rows import Matrix
 from headattr.config import canonical_hash
 
 
 def about_coder(coder: Coder, kind: str, layer: int) -> SourceInfo:
     """Where a dictionary came from and what was assumed, with what an activation of 1 stands
     for."""
-    dictionary, rows = coder.dictionary, coder.directions()
-    assumed = dictionary.assumed
-    if dictionary.activation.kind == "gated":
-        assumed = (*assumed, "encoder reads use the magnitude row of the gated encoder")
-    norms = (rows if isinstance(rows, Tensor) else rows[: 1 << 12]).norm(dim=-1)
-    low, high = float(norms.min()), float(norms.max())
-    unit = 0.999 < low <= high < 1.001
-    size = "norm 1" if unit else f"norms {low:.3g} to {high:.3g} (not folded)"
-    said = f"activations multiply decoder rows of {size}"
+    dictionary = coder.dictionary
     return SourceInfo(
         kind,
         layer,
@@ -32,18 +25,33 @@ def about_coder(coder: Coder, kind: str, layer: int) -> SourceInfo:
         dictionary.features,
         dictionary.shown,
         coder.hash,
-        (*assumed, said),
+        _notes([coder]),
         dictionary.prepend_bos,
         dictionary.labels,
     )
 
 
-def joined_about(
-    abouts: Sequence[SourceInfo], release: Release, kind: str, layer: int
-) -> SourceInfo:
+def _notes(coders: Sequence[Coder]) -> tuple[str, ...]:
+    """What was assumed, and what an activation of 1 stands for."""
+    notes = [note for coder in coders for note in coder.dictionary.assumed]
+    if any(coder.dictionary.activation.kind == "gated" for coder in coders):
+        notes.append("encoder reads use the magnitude row of the gated encoder")
+    norms = [_norms(coder.directions()) for coder in coders]
+    low, high = min(float(n.min()) for n in norms), max(float(n.max()) for n in norms)
+    unit = 0.999 < low <= high < 1.001
+    size = "norm 1" if unit else f"norms {low:.3g} to {high:.3g} (not folded)"
+    notes.append(f"activations multiply decoder rows of {size}")
+    return tuple(dict.fromkeys(notes))
+
+
+def _norms(rows: Matrix) -> Tensor:
+    """Of all rows, or of the first of many."""
+    return (rows if isinstance(rows, Tensor) else rows[: 1 << 12]).norm(dim=-1)
+
+
+def joined_about(coders: Sequence[Coder], release: Release, kind: str, layer: int) -> SourceInfo:
     """What is known of several dictionaries that are one source."""
-    first = abouts[0]
-    assumed = dict.fromkeys(note for about in abouts for note in about.assumed)
+    first = release.dictionaries[0]
     groups = [
         Group(site.layer if site else layer, str(site), d.features)
         for d in release.dictionaries
@@ -51,17 +59,16 @@ def joined_about(
     ]
     root = Path(release.path) if release.path else None
     labels = labels_of(root) if root is not None and root.is_dir() else first.labels
-    kinds = " and ".join(dict.fromkeys(about.activation for about in abouts))
-    bos = {about.prepend_bos for about in abouts}
-    return first._replace(
+    bos = {d.prepend_bos for d in release.dictionaries}
+    return SourceInfo(
         kind=kind,
         layer=layer,
         name=release.name,
         path=release.path,
         n_features=release.features,
-        activation=kinds,
-        hash=canonical_hash([about.hash for about in abouts]),
-        assumed=tuple(assumed),
+        activation=" and ".join(dict.fromkeys(d.shown for d in release.dictionaries)),
+        hash=canonical_hash([coder.hash for coder in coders]),
+        assumed=_notes(coders),
         prepend_bos=bos.pop() if len(bos) == 1 else None,
         groups=tuple(groups),
         labels=labels,

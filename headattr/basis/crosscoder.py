@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from headattr.basis.about import about_coder, joined_about
+from headattr.basis.about import joined_about
 from headattr.basis.active import ACTIVATIONS, ActiveFeatures, merged, within
 from headattr.basis.coder import Coder
 from headattr.basis.component import Components, Place, Reads, SourceInfo, decompose
@@ -233,8 +233,7 @@ def load_crosscoder(
     check_crosscoder(release, d_model)
     coders = tuple(Coder(d, dtype, device, release.numbers) for d in release.dictionaries)
     sites = crosscoder_sites(release)
-    abouts = [about_coder(coder, "crosscoder", sites[-1].layer) for coder in coders]
-    about = joined_about(abouts, release, "crosscoder", sites[-1].layer)
+    about = joined_about(coders, release, "crosscoder", sites[-1].layer)
     return Crosscoder(coders, sites, about)
 
 

@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from headattr.basis.about import about_coder, joined_about
+from headattr.basis.about import joined_about
 from headattr.basis.active import ACTIVATIONS, ActiveFeatures, merged, within
 from headattr.basis.coder import Coder
 from headattr.basis.component import (
@@ -238,8 +238,7 @@ def load_transcoders(
     check_transcoders(release, model.d_model, len(model.layers))
     fit = model.dtype, model.device, release.numbers
     coders = tuple(Coder(d, *fit) for d in release.dictionaries)
-    abouts = [about_coder(coder, "transcoders", depth) for coder in coders]
-    about = joined_about(abouts, release, "transcoders", depth)
+    about = joined_about(coders, release, "transcoders", depth)
     layers = {layer_of(d) for d in release.dictionaries}
     missing = [layer for layer in range(depth) if layer not in layers]
     if missing:

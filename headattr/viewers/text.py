@@ -84,7 +84,8 @@ def name_of(feature: dict[str, Any]) -> str:
     label = feature["label"]
     if feature["kind"] == "token":
         return f"token {feature['id'] if label is None else repr(label)}"
-    return f"{feature['id']}" + (f" {label!r}" if label else "")
+    origin = f" (L{feature['layer']})" if "index" in feature else ""
+    return f"{feature['id']}{origin}" + (f" {label!r}" if label else "")
 
 
 def render_estimate(answer: dict[str, Any]) -> str:
