@@ -83,6 +83,8 @@ class Shape(NamedTuple):
     """Whose vectors are kept."""
     parts: int = 0
     """Named components of a basis that are members of a kind."""
+    together: int = 1
+    """Sites that one dictionary, or one layer's basis, needs at once."""
 
     def captured(self, layers: int, sites: int) -> int:
         """Bytes that a token leaves behind."""
@@ -117,12 +119,14 @@ class Budget(NamedTuple):
     def layers_at_once(self, tokens: int) -> int:
         """Layers to capture in one pass over `tokens` tokens."""
         one = tokens * self.shape.captured(1, 1)
-        return max(1, min(self.shape.layers, int(0.35 * self.total) // max(1, one)))
+        room = int(0.35 * self.total) - tokens * self.shape.captured(0, self.shape.together - 1)
+        return max(1, min(self.shape.layers, room // max(1, one)))
 
     def sites_at_once(self, tokens: int) -> int:
-        """Sites of the residual stream to keep in one pass."""
-        one = tokens * self.shape.captured(0, 1)
-        return max(1, min(self.shape.sites, int(0.35 * self.total) // max(1, one)))
+        """Sites to keep in one pass."""
+        shape = self.shape
+        found = int(0.35 * self.total) // max(1, tokens * shape.captured(0, 1))
+        return max(shape.together, min(shape.sites, found))
 
     def attention_numbers(self) -> int:
         """Numbers of an attention matrix that are there at once."""
@@ -139,7 +143,8 @@ class Budget(NamedTuple):
     def block_bytes(self, length: int) -> int:
         """Bytes for the blocks of a prompt's attribution."""
         layers = self.layers_at_once(length)
-        sites = self.shape.sites if layers == self.shape.layers else min(2, self.shape.sites)
+        few = min(self.shape.together + 1, self.shape.sites)
+        sites = self.shape.sites if layers == self.shape.layers else few
         fixed = length * self.shape.captured(layers, sites) + self.shape.attributed(length)
         fixed += self.shared_bytes()
         return max(self.total - fixed, self.total // 4)
@@ -163,8 +168,9 @@ class Budget(NamedTuple):
     def needed(self, length: int) -> int:
         """Bytes that a prompt of this length needs whatever the blocks, one layer at a time."""
         shape = self.shape
-        running = length * (shape.passing() + shape.captured(1, 1)) + 4 * length**2
-        done = length * shape.captured(1, min(2, shape.sites)) + shape.attributed(length)
+        few = min(shape.together + 1, shape.sites)
+        running = length * (shape.passing() + shape.captured(1, shape.together)) + 4 * length**2
+        done = length * shape.captured(1, few) + shape.attributed(length)
         return max(running, done)
 
     def check(self, lengths: Mapping[int, int]) -> None:

@@ -263,6 +263,7 @@ def shape_of(
         features=max(source.about.n_features for source in sources),
         layers=len(plans),
         sites=len({site for one in (*sources, *views) for site in one.sites}),
+        together=max(len(one.sites) for one in (*sources, *views)),
         parts=max((getattr(view, "n_parts", 0) for view in views), default=0),
     )
 
