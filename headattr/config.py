@@ -189,9 +189,9 @@ def parse_specs(
             found.append(SourceSpec("sae", EVERY_LAYER, hub))
         else:
             raise UsageError(
-                f"--{role} {text!r}: expected layer=PATH, PATH, 0=tokens, demo, "
-                f"{'unembed, ' if role == 'output' else ''}or a TOML file (a folder holds it "
-                "as spec.toml)"
+                f"--{role} {text!r}: no such file or folder; expected layer=PATH, PATH, "
+                f"0=tokens, demo, {'unembed, ' if role == 'output' else ''}or a TOML "
+                "file (a folder holds it as spec.toml)"
             )
     return check_specs(found, role)
 

@@ -9,8 +9,9 @@ from typing import Any, Literal, NamedTuple
 
 from headattr.basis.dictionary import Release
 from headattr.basis.formats.registry import open_release, open_releases
+from headattr.basis.hub import local_copy
 from headattr.basis.load import check_files
-from headattr.config import EVERY_LAYER, RunConfig, SourceSpec, check_specs, parse_specs
+from headattr.config import EVERY_LAYER, HubId, RunConfig, SourceSpec, check_specs, parse_specs
 from headattr.errors import UsageError
 from headattr.model.embedded import embedded_folder
 from headattr.texts import Texts, read_texts, texts_from_memory
@@ -100,8 +101,8 @@ def releases_of(specs: Sequence[str]) -> list[NamedRelease]:
             if spec.kind != "sae":
                 continue
             layer = None if spec.layer == EVERY_LAYER else spec.layer
-            one = layer is not None
-            for release in [open_release(spec.target)] if one else open_releases(spec.target):
+            path = local_copy(spec.target) if isinstance(spec.target, HubId) else spec.target
+            for release in open_releases(path) if layer is None else [open_release(path)]:
                 found.setdefault(release.path, NamedRelease(release.name, release, layer))
     if not found:
         raise UsageError(f"{', '.join(specs) or 'nothing'} names no dictionary; expected its PATH")

@@ -14,6 +14,10 @@ from headattr.model.splice import run_spliced
 _NUMBERS = 1 << 24  # of logits in float64 at once
 
 
+_WORTH = 0.01
+"""What ablation has to cost, of the clean loss, for a share of it to mean something."""
+
+
 class Losses:
     """Sums over prompts: clean, and of every set of sites spliced and ablated."""
 
@@ -36,7 +40,8 @@ class Losses:
 
     def answer(self) -> dict[str, Any]:
         """{"loss_clean", "loss": {name: {"spliced", "ablated", "recovered"}}}, in nats a token;
-        null where no token is predicted, `recovered` also where ablation changes nothing."""
+        null where no token is predicted, `recovered` also where the mean in its place does not cost
+        1 % of the clean loss: there is nothing to recover."""
         if not self.tokens:
             return {"loss_clean": None, "loss": {}}
         clean = self.clean / self.tokens
@@ -44,7 +49,7 @@ class Losses:
         for name, sums in self.sums.items():
             spliced, ablated = (total / self.tokens for total in sums)
             lost = ablated - clean
-            recovered = (ablated - spliced) / lost if abs(lost) > 1e-9 * abs(clean) else None
+            recovered = (ablated - spliced) / lost if lost > _WORTH * clean else None
             found[name] = {"spliced": spliced, "ablated": ablated, "recovered": recovered}
         return {"loss_clean": clean, "loss": found}
 

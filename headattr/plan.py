@@ -189,7 +189,7 @@ def plan_outputs(
             if sources.outputs:
                 given = f"none of the outputs is behind layer {layer}"
             reasons[layer] = (
-                f"{given}, and layer {layer + 1} has no basis: add --output {layer + 1}=PATH "
+                f"{given}, and resid_pre {layer + 1} has no basis: add --output {layer + 1}=PATH "
                 "or --output unembed"
             )
             continue

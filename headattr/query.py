@@ -20,6 +20,8 @@ class SourceNames(NamedTuple):
     name: str
     kind: str
     """feature, token or unembed."""
+    first: int
+    """What an id in the store is counted from."""
     groups: tuple[tuple[int, int, int], ...]
     """(first id, features, layer) by the site that makes them; one group where there is one
     site."""
@@ -196,7 +198,8 @@ def _ov_answer(
     }
 
 
-def _feature(names: SourceNames, feature: int, token: str | None) -> dict[str, Any]:
+def _feature(names: SourceNames, kept: int, token: str | None) -> dict[str, Any]:
+    feature = kept + names.first
     label = names.label(feature)
     if label is None and names.kind == "token":
         label = token
@@ -206,7 +209,7 @@ def _feature(names: SourceNames, feature: int, token: str | None) -> dict[str, A
         **_origin(names, feature),
         "id": feature,
         "label": label,
-        "density": names.density(feature),
+        "density": names.density(kept),
     }
 
 
@@ -239,7 +242,7 @@ def source_names(
     counts = counts or [(entry["n_features"], entry["layer"])]
     starts = [sum(count for count, _ in counts[:i]) for i in range(len(counts))]
     groups = tuple((start, *found) for start, found in zip(starts, counts, strict=True))
-    return SourceNames(entry["name"], kind, groups, label, density)
+    return SourceNames(entry["name"], kind, entry["first"], groups, label, density)
 
 
 def head_shares(store: Store) -> dict[HeadId, dict[str, float]]:

@@ -22,8 +22,9 @@ def run(config: RunConfig) -> dict[str, Any]:
     {"out", "prompts", "edges", "shards": {"all", "finished_before"}, "set_aside": [...],
     "completeness", "contrast_completeness", "ov", "pattern_error", "problems", "model_notes",
     "bos",
-    "sources": [{"kind", "name", "layer", "activation", "mean_l0", "assumed", "report": {"positions",
-    "left_out", "l0", "explained_variance": {site: a number or null}}}], "layers_without_basis",
+    "sources": [{"kind", "name", "layer", "activation", "mean_l0", "decomposes", "reads_heads_of"
+    (layers), "assumed", "report": {"positions", "left_out", "l0", "explained_variance": {site: a
+    number or null}}}], "layers_without_basis",
     "no_output", "seconds"}. `report` is of the first few prompts; null for what reconstructs
     nothing.
     """
@@ -47,6 +48,8 @@ def run(config: RunConfig) -> dict[str, Any]:
                 {
                     **{key: s[key] for key in ("kind", "name", "layer", "activation", "assumed")},
                     "mean_l0": store.mean_l0(i),
+                    "decomposes": [p["layer"] for p in manifest["layers"] if p["basis"] == i],
+                    "reads_heads_of": [p["layer"] for p in manifest["layers"] if p["output"] == i],
                     "report": s.get("report"),
                 }
                 for i, s in enumerate(manifest["sources"])
@@ -78,7 +81,12 @@ def render_run(answer: dict[str, Any]) -> str:
     for source in answer["sources"]:
         l0 = "" if source["mean_l0"] is None else f", mean L0 {source['mean_l0']:.1f}"
         about = f"{source['kind']}, {source['activation']}{l0}"
-        lines.append(f"  layer {source['layer']}: {source['name']} ({about})")
+        uses = [
+            f"{use} {_ranges(source[key])}"
+            for use, key in (("decomposes", "decomposes"), ("reads heads of", "reads_heads_of"))
+            if source[key]
+        ]
+        lines.append(f"  layer {source['layer']}: {source['name']} ({about}) {', '.join(uses)}")
         if source["report"] is not None:
             lines += [f"    {line}" for line in render_report(source["report"])]
         lines += [f"    assumed: {assumed}" for assumed in source["assumed"]]

@@ -1,5 +1,6 @@
 """Crosscoders, transcoder stacks, attention's dictionaries: exact on every family, both types."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -379,3 +380,43 @@ def test_a_large_dictionary_that_stays_on_disk_gives_the_same_numbers(
         torch.testing.assert_close(*map(torch.tensor, values), rtol=2e-3, atol=1e-5)
         norms = [[p["norm"] for p in found["ov"][0]["v_features"]] for found in (first, second)]
         torch.testing.assert_close(*map(torch.tensor, norms), rtol=1e-4, atol=1e-5)
+
+
+def test_a_transcoder_as_output_has_the_ids_and_labels_of_its_set(tmp_path: Path) -> None:
+    """The same feature has one id, as value feature of a later layer and as output feature."""
+    release = transcoders(0, 1, 2)
+    (tmp_path / "set").mkdir()
+    lines = [{"id": i, "label": f"feature {i}"} for i in range(3 * FEATURES)]
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (tmp_path / "set" / "labels.jsonl").write_text(text)
+    release = replace(release, path=str(tmp_path / "set"))
+    hf, tokens, given = tiny.llama(), tiny.prompts(9)[0], {2: release}
+    store = run(hf, given, tmp_path / "out", output=given)
+    for answer in (
+        headattr.query_edge(store, 0, "L2H1", 7, 4),
+        headattr.explain_edge(hf, given, tokens, "L2H1", 7, 4, output=given),
+    ):
+        found = answer["ov"][0]["o_features"]
+        assert found
+        for feature in found:
+            assert 2 * FEATURES <= feature["id"] < 3 * FEATURES
+            assert (feature["layer"], feature["index"]) == (2, feature["id"] - 2 * FEATURES)
+            assert feature["label"] == f"feature {feature['id']}"
+        for feature in answer["qk"]["q_features"]:
+            assert feature["label"] == f"feature {feature['id']}"
+            assert feature["layer"] < 2
+
+
+def test_a_dictionary_of_a_deeper_model_is_refused_by_its_layers(tmp_path: Path) -> None:
+    tiny.sae(layer=12).save_model(tmp_path / "deep")
+    with pytest.raises(DictionaryError, match=r"decomposes layers \[12\]; the model"):
+        run(tiny.llama(), [str(tmp_path / "deep")], tmp_path / "out")
+
+
+def test_a_name_that_the_list_shows_is_a_dictionary(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HEADATTR_CACHE", str(tmp_path / "cache"))
+    tiny.sae(layer=1).save_model(tmp_path / "cache" / "mine" / "resid_pre_1")
+    store = run(tiny.llama(), ["mine/resid_pre_1"], tmp_path / "out", output="unembed")
+    assert store.manifest["sources"][0]["name"] == "resid_pre_1"

@@ -664,7 +664,7 @@ def test_a_site_that_the_model_does_not_have_is_refused(trained: Any) -> None:
 @pytest.mark.parametrize(
     ("kind", "name"),
     [
-        ("sae", "smollm2/resid_pre_12"),
+        ("sae", "smollm2/resid_pre_15"),
         ("crosscoder", "smollm2/crosscoder"),
         ("transcoder", "smollm2/transcoders"),
         ("crosscoder", "demo/crosscoder"),

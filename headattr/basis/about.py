@@ -49,16 +49,20 @@ def _norms(rows: Matrix) -> Tensor:
     return (rows if isinstance(rows, Tensor) else rows[: 1 << 12]).norm(dim=-1)
 
 
+def labels_of_release(release: Release) -> str | None:
+    """Path of the labels.jsonl of all dictionaries together."""
+    root = Path(release.path) if release.path else None
+    found = labels_of(root) if root is not None and root.is_dir() else None
+    return release.dictionaries[0].labels if found is None else found
+
+
 def joined_about(coders: Sequence[Coder], release: Release, kind: str, layer: int) -> SourceInfo:
     """What is known of several dictionaries that are one source."""
-    first = release.dictionaries[0]
     groups = [
         Group(site.layer if site else layer, str(site), d.features)
         for d in release.dictionaries
         for site in [d.reads[0] if len(d.reads) == 1 else None]
     ]
-    root = Path(release.path) if release.path else None
-    labels = labels_of(root) if root is not None and root.is_dir() else first.labels
     bos = {d.prepend_bos for d in release.dictionaries}
     return SourceInfo(
         kind=kind,
@@ -71,5 +75,5 @@ def joined_about(coders: Sequence[Coder], release: Release, kind: str, layer: in
         assumed=_notes(coders),
         prepend_bos=bos.pop() if len(bos) == 1 else None,
         groups=tuple(groups),
-        labels=labels,
+        labels=labels_of_release(release),
     )

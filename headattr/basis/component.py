@@ -169,6 +169,8 @@ class SourceInfo(NamedTuple):
     """Path of a labels.jsonl, or None."""
     groups: tuple[Group, ...] = ()
     """Where the features of crosscoders and transcoder sets come from."""
+    first: int = 0
+    """The id, in its set, of the first feature of a transcoder that is an output by itself."""
 
 
 def sparse_sum(

@@ -169,6 +169,7 @@ def load_sources(
     for spec in basis:
         if not (spec.spread and spec.layer >= len(model.layers)):
             bases[spec.layer] = loader.basis(spec)
+    _check_spread(model, basis, bases)
     outputs: dict[Place, Any] = {}
     for spec in output:
         twin = next((bases[s.layer] for s in basis if _same(s, spec) and s.layer in bases), None)
@@ -181,6 +182,20 @@ def load_sources(
             )
         outputs[place] = found
     return Sources(bases, outputs)
+
+
+def _check_spread(model: LoadedModel, specs: Iterable[SourceSpec], bases: dict[int, Any]) -> None:
+    """Refuse a dictionary that was given for every layer it has, none of which the model has."""
+    layers: dict[Any, list[int]] = {}
+    for spec in specs:
+        if spec.spread:
+            layers.setdefault(spec.target, []).append(spec.layer)
+    for target, found in layers.items():
+        if not any(layer in bases for layer in found):
+            raise DictionaryError(
+                f"{target} decomposes layers {found}; the model's layers are 0 to "
+                f"{len(model.layers) - 1}: it belongs to another model"
+            )
 
 
 class _Loader:

@@ -7,10 +7,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from headattr.basis.about import about_coder
+from headattr.basis.about import about_coder, labels_of_release
 from headattr.basis.active import ACTIVATIONS, ActiveFeatures
 from headattr.basis.coder import Coder
 from headattr.basis.component import (
+    Group,
     Place,
     Reads,
     SourceInfo,
@@ -120,4 +121,10 @@ def load_transcoder_output(release: Release, layer: int, model: LoadedModel) -> 
         norm = Norm(norm.kind, torch.ones_like(norm.gain), None, norm.eps)
     kind = "resid_pre" if model.family.parallel(model.config) else "resid_mid"
     about = about_coder(coder, "transcoder", layer)
+    sizes = [(d, d.features) for d in release.dictionaries]
+    about = about._replace(
+        groups=tuple(Group(layer_of(d), str(d.reads[0]), size) for d, size in sizes),
+        first=sum(size for d, size in sizes if layer_of(d) < layer),
+        labels=labels_of_release(release),
+    )
     return TranscoderOutput(coder, norm, Site(kind, layer), about._replace(name=release.name))

@@ -5,9 +5,11 @@ from typing import Any
 
 _COLUMNS = ("L0", "dead", "dense", "EV", "recovered", "scores", "centred", "outputs")
 _LEGEND = (
-    "L0: active features a position; dead, dense: share of the features; EV: explained variance",
-    "recovered: share of the loss, spliced in against the mean; scores, centred, outputs: share of",
-    "attention scores (with and without row means) and of head outputs that features explain",
+    "L0: active features a position; dead, dense: share of the features that are active nowhere",
+    "here, at over 10 % of the positions; EV: explained variance; recovered: share of the loss,",
+    "spliced in against the mean (none where the mean costs nothing); scores, centred, outputs:",
+    "share of attention scores (with and without row means) and of head outputs that is features",
+    "alone, neither bias nor error",
 )
 
 

@@ -39,6 +39,13 @@ def render_edge(answer: dict[str, Any], *, pairs: int = 8, features: int = 3) ->
             f"{ov['completeness']:.0e}), value feature to output feature:"
         )
         lines += _pair_lines(ov["pairs"][:pairs], "v_feature", "o_feature")
+        if not ov["o_features"]:
+            lines.append("     no output feature is active at the query")
+        elif features:
+            lines.append("          read   output features, and what of it comes from which part")
+        for feature in ov["o_features"][:features]:
+            parts = ", ".join(f"{kind} {part:+.3g}" for kind, part in feature["totals"].items())
+            lines.append(f"   {feature['read']:+11.4g}   {name_of(feature)}: {parts}")
     if answer["ov_reason"]:
         lines.append(f"  what it moves: {answer['ov_reason']}")
     return "\n".join(lines)
