@@ -28,21 +28,22 @@ from headattr.model.sites import Site
 
 @dataclass(frozen=True)
 class SaeBasis:
-    """A dictionary of the residual stream before `layer`, as basis or as output."""
+    """A dictionary of one site: of the residual stream as basis or output, of what one layer's
+    attention gives as output of its heads alone."""
 
-    layer: int
+    site: Site
     coder: Coder
     about: SourceInfo
 
     @property
-    def site(self) -> Site:
-        """Where it decomposes and reads."""
-        return Site("resid_pre", self.layer)
+    def layer(self) -> int:
+        """The layer before which it decomposes and reads, or whose attention it reads."""
+        return self.site.layer
 
     @property
     def sites(self) -> tuple[Site, ...]:
-        """What it needs of a prompt."""
-        return (self.site,)
+        """What it needs of a prompt; the stream's norms say which positions count."""
+        return tuple(dict.fromkeys([self.site, Site("resid_pre", self.layer)]))
 
     @property
     def writes(self) -> tuple[Site, ...]:
@@ -52,7 +53,7 @@ class SaeBasis:
     @property
     def place(self) -> Place:
         """Where it reads."""
-        return Place(self.layer, 0)
+        return Place(self.layer, 0 if self.site.kind == "resid_pre" else 1)
 
     @property
     def source(self) -> "SaeBasis":
@@ -75,14 +76,16 @@ class SaeBasis:
         return decompose(x, active, scale, self.directions, self.coder.bias(0, x))
 
     def reads(self, prompt: PromptCapture, active: ActiveFeatures, read: str) -> Reads:
-        """Directions by which each active feature reads the stream: encoder rows, or a_t d_t."""
+        """Directions by which each active feature reads its site: encoder rows, or a_t d_t; of the
+        heads' outputs side by side where it is a hook_z SAE."""
         self.check_read(read)
-        seen = self.coder.seen(prompt.at(self.site))
+        x = prompt.at(self.site)
+        seen, block = self.coder.seen(x), x if self.site.kind == "z" else None
         if read == "decoder":
             scale = active.acts * seen.scale[active.positions]
-            return Reads(active, self.read_rows(read), scale, None, read)
+            return Reads(active, self.read_rows(read), scale, None, read, block)
         scale = seen.read_scale
-        return Reads(active, self.read_rows(read), scale[active.positions], scale, read)
+        return Reads(active, self.read_rows(read), scale[active.positions], scale, read, block)
 
     def read_rows(self, read: str) -> Matrix:
         """Encoder rows, centred where the dictionary sees a centred stream, or directions."""
@@ -139,7 +142,7 @@ def residual_basis(
     dictionary = release.dictionaries[0]
     check_fit(dictionary, layer, d_model)
     coder = Coder(dictionary, dtype, device)
-    return SaeBasis(layer, coder, about_coder(coder, "sae", layer))
+    return SaeBasis(Site("resid_pre", layer), coder, about_coder(coder, "sae", layer))
 
 
 def check_fit(dictionary: Dictionary, layer: int, d_model: int | None) -> None:

@@ -2,7 +2,6 @@
 
 from typing import Any, NamedTuple
 
-from headattr.basis.attention import AttentionOutput
 from headattr.basis.crosscoder import Crosscoder, CrosscoderAt, load_crosscoder
 from headattr.basis.dictionary import Release
 from headattr.basis.load import layers_of, load_sources
@@ -62,7 +61,7 @@ def written_rows(whole: Whole, model: LoadedModel) -> Matrix:
         return CrosscoderAt(source, source.residual[-1]).directions
     if isinstance(source, Transcoders):
         return TranscodersAt(source, len(model.layers)).directions
-    if isinstance(source, AttentionOutput) and source.site.kind == "z":
+    if isinstance(source, SaeBasis) and source.site.kind == "z":
         written = model.family.head_weights(model.hf, source.layer).writes.written.flatten(0, 1)
         return ThroughRows(source.coder.directions(), written)
     return source.coder.directions()
