@@ -12,11 +12,10 @@ are over all allowed edges.
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from headattr.attribution.shares import ShareSums, layer_shares
+from headattr.attribution.shares import ShareSums, layer_shares, no_shares
 from headattr.basis.active import ActiveFeatures
 from headattr.basis.report import Tally
 from headattr.basis.whole import Whole, load_whole
@@ -78,8 +77,10 @@ def judge(
     {"name", "kind", "features", "activation", "assumed", "positions", "left_out", "l0", "dead",
     "dense", "groups": [{"layer", "site", "features", "l0", "dead"}], "explained_variance": {site},
     "loss_clean", "loss": {site or "together": {"spliced", "ablated", "recovered"}}, "layers":
-    [{"layer", "feature_share", "feature_share_centred", "output_share"}], "heads": [the same with
-    "head"], "layers_without_basis", "failed": {prompt: reason}}. Losses are in nats a token.
+    [{"layer", "feature_share", "feature_share_centred" (of all edges), "feature_share_counted",
+    "feature_share_counted_centred", "output_share" (without positions that swallow attention)}],
+    "heads": [the same with "head"], "layers_without_basis", "failed": {prompt: reason}}. Losses are
+    in nats a token.
     """
     work = _Judge(model, whole, prompts, chosen)
     about = whole.source.about
@@ -190,11 +191,8 @@ class _Judge:
                 continue
             self.tally.merge(tally)
             for layer, heads in self.heads.items():
-                zero = ShareSums(np.zeros((len(heads), 4)), np.zeros((len(heads), 2)))
-                before, more = self.sums.get(layer, zero), sums[key, layer]
-                self.sums[layer] = ShareSums(
-                    before.scores + more.scores, before.outputs + more.outputs
-                )
+                before = self.sums.get(layer, no_shares(len(heads)))
+                self.sums[layer] = before.plus(sums[key, layer])
 
     def splice(self) -> dict[str, Any]:
         """Losses with what the dictionary makes of its sites in their place."""
@@ -255,16 +253,18 @@ def _shares(sums: Mapping[int, ShareSums], heads: Mapping[int, list[int]]) -> di
     """By layer, and by head."""
     by_layer, by_head = [], []
     for layer, found in sorted(sums.items()):
-        by_layer.append({"layer": layer, **_named(found.scores.sum(0), found.outputs.sum(0))})
+        by_layer.append({"layer": layer, **_named(*(part.sum(0) for part in found))})
         for at, head in enumerate(heads[layer]):
-            row = _named(found.scores[at], found.outputs[at])
+            row = _named(*(part[at] for part in found))
             by_head.append({"layer": layer, "head": head, **row})
     return {"layers": by_layer, "heads": by_head}
 
 
-def _named(scores: Any, outputs: Any) -> dict[str, float]:
+def _named(scores: Any, counted: Any, outputs: Any) -> dict[str, float]:
     return {
         "feature_share": share_of(scores[0], scores[1]),
         "feature_share_centred": share_of(scores[2], scores[3]),
+        "feature_share_counted": share_of(counted[0], counted[1]),
+        "feature_share_counted_centred": share_of(counted[2], counted[3]),
         "output_share": share_of(outputs[0], outputs[1]),
     }

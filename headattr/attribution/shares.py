@@ -4,6 +4,8 @@
     outputs   1 - sum |o_i - o_i[features]|^2 / sum |o_i|^2      o_i = M_i sum_j A_ij W_O v_j
 
 o_i is what a head adds to the stream at a query, M_i the norm after attention, its scale frozen.
+Positions that swallow attention, where no dictionary is trained, are left out of the outputs, as
+queries and as keys; scores are summed with and without them.
 """
 
 import math
@@ -17,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headattr.attribution.sides import Kinds, project_kinds
+from headattr.attribution.task import swallow_attention
 from headattr.basis.component import Components
 from headattr.errors import PromptError
 from headattr.model.capture import LayerCapture
@@ -31,8 +34,19 @@ class ShareSums(NamedTuple):
 
     scores: NDArray[np.float64]
     """[head, 4]: sum s^2, sum (s - T_ff)^2, and both with row means removed."""
+    counted: NDArray[np.float64]
+    """The same over the edges of positions that do not swallow attention."""
     outputs: NDArray[np.float64]
-    """[head, 2]: sum |o|^2, sum |o - o[features]|^2."""
+    """[head, 2]: sum |o|^2, sum |o - o[features]|^2, likewise."""
+
+    def plus(self, more: "ShareSums") -> "ShareSums":
+        """Of both together."""
+        return ShareSums(*(a + b for a, b in zip(self, more, strict=True)))
+
+
+def no_shares(heads: int) -> ShareSums:
+    """Of no prompt yet."""
+    return ShareSums(np.zeros((heads, 4)), np.zeros((heads, 4)), np.zeros((heads, 2)))
 
 
 class Rows:
@@ -55,23 +69,30 @@ class Rows:
         self.scores = scale * Q[start:stop] @ K[:stop].T
         self.pattern = weights.pattern(self.scores[None], self.allowed)[0]
 
-    def share_sums(self, query: Kinds, key: Kinds) -> Float[Tensor, "4"]:
-        """`share_sums` of these rows."""
+    def share_sums(
+        self, query: Kinds, key: Kinds, counted: Bool[Tensor, "pos"] | None = None
+    ) -> Float[Tensor, "4"]:
+        """`share_sums` of these rows; `counted`: positions whose edges count, all by default."""
         features = self.scale * query.kinds[self.start : self.stop, 0] @ key.kinds[: self.stop, 0].T
-        return share_sums(self.scores, features, self.allowed)
+        allowed = self.allowed
+        if counted is not None:
+            allowed = allowed & counted[self.start : self.stop, None] & counted[: self.stop]
+        return share_sums(self.scores, features, allowed)
 
     def output_sums(
         self,
         value: Kinds,
         written: Float[Tensor, "d_head d_model"],
         scale: Float[Tensor, "pos"],
+        counted: Bool[Tensor, "pos"],
     ) -> Float[Tensor, "2"]:
-        """sum |o|^2 and sum |o - o[features]|^2 of these rows."""
+        """sum |o|^2 and sum |o - o[features]|^2 of these rows, over `counted` positions."""
         rest = value.whole - value.kinds[:, 0]
-        found = []
+        scale = (scale * counted)[self.start : self.stop, None]
+        pattern, found = self.pattern * counted[: self.stop], []
         for vectors in (value.whole, rest):
-            out = self.pattern @ vectors[: self.stop] @ written
-            found.append((out * scale[self.start : self.stop, None]).square().sum())
+            out = pattern @ vectors[: self.stop] @ written
+            found.append((out * scale).square().sum())
         return torch.stack(found)
 
 
@@ -95,7 +116,8 @@ def layer_shares(
     length = len(kept.resid_pre)
     step = max(1, min(_MOST_ROWS, memory // (8 * 10 * length)))
     given = components, sigma, kept.rotary
-    scores, outputs = np.zeros((len(heads), 4)), np.zeros((len(heads), 2))
+    counted = torch.from_numpy(~swallow_attention(kept.resid_pre)).to(sigma.device)
+    sums = no_shares(len(heads))
     for at, head in enumerate(heads):
         group = weights.kv_head(head)
         query = project_kinds(weights, "query", head, *given)
@@ -105,9 +127,10 @@ def layer_shares(
         written = weights.writes.written[head].to(exact)
         for start in range(0, length, step):
             rows = Rows(weights, kept.scale, Q, K, start, min(start + step, length))
-            scores[at] += rows.share_sums(query, key).cpu().numpy()
-            outputs[at] += rows.output_sums(value, written, scale).cpu().numpy()
-    return ShareSums(scores, outputs)
+            sums.scores[at] += rows.share_sums(query, key).cpu().numpy()
+            sums.counted[at] += rows.share_sums(query, key, counted).cpu().numpy()
+            sums.outputs[at] += rows.output_sums(value, written, scale, counted).cpu().numpy()
+    return sums
 
 
 def share_sums(
@@ -121,7 +144,7 @@ def share_sums(
     A head's feature share is 1 - second / first, and 1 - fourth / third (the part that softmax
     sees), from the sums over all rows.
     """
-    count = allowed.sum(1, keepdim=True)
+    count = allowed.sum(1, keepdim=True).clamp(min=1)
     sums = []
     for centred in (False, True):
         for table in (score, score - of_features):

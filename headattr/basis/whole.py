@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 from headattr.basis.crosscoder import Crosscoder, CrosscoderAt, load_crosscoder
 from headattr.basis.dictionary import Release
-from headattr.basis.load import layers_of, load_sources
+from headattr.basis.load import in_stream, layers_of, load_sources
 from headattr.basis.rows import Matrix, ThroughRows
 from headattr.basis.sae import SaeBasis
 from headattr.basis.transcoders import Transcoders, TranscodersAt, load_transcoders
@@ -27,7 +27,7 @@ def load_whole(release: Release, model: LoadedModel, layer: int | None = None) -
 
     Raises DictionaryError for what does not fit the model.
     """
-    n_layers = len(model.layers)
+    n_layers, release = len(model.layers), in_stream(release, model)
     if release.kind == "crosscoder":
         fit: dict[str, Any] = {
             "d_model": model.d_model,
@@ -48,7 +48,8 @@ def load_whole(release: Release, model: LoadedModel, layer: int | None = None) -
         raise DictionaryError(f"{where} does not name its site; say the layer: LAYER={where}")
     spec = SourceSpec("sae", found if layer is None else layer, release)
     source = next(iter(load_sources(model, [], [spec]).outputs.values())).source
-    here = isinstance(source, SaeBasis) and source.layer < n_layers
+    residual = isinstance(source, SaeBasis) and source.site.kind == "resid_pre"
+    here = residual and source.layer < n_layers
     return Whole(source, {source.layer: source} if here else {})
 
 

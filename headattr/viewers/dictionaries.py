@@ -9,7 +9,7 @@ _LEGEND = (
     "here, at over 10 % of the positions; EV: explained variance; recovered: share of the loss,",
     "spliced in against the mean (none where the mean costs nothing); scores, centred, outputs:",
     "share of attention scores (with and without row means) and of head outputs that is features",
-    "alone, neither bias nor error",
+    "alone, neither bias nor error; positions that swallow attention are left out of all",
 )
 
 
@@ -84,7 +84,7 @@ def _row(one: Mapping[str, Any]) -> list[str]:
     together = [loss["together"]] if "together" in loss else list(loss.values())
     shares = [
         number(_mean(layer[key] for layer in one["layers"]))
-        for key in ("feature_share", "feature_share_centred", "output_share")
+        for key in ("feature_share_counted", "feature_share_counted_centred", "output_share")
     ]
     return [
         f"{one['l0']:.1f}",
@@ -120,9 +120,12 @@ def _details(one: Mapping[str, Any]) -> Iterable[str]:
         yield f"  {name}: {', '.join(said)}"
     for layer in one["layers"]:
         yield (
-            f"  attention of layer {layer['layer']}: scores {number(layer['feature_share'])}, "
-            f"centred {number(layer['feature_share_centred'])}, outputs "
-            f"{number(layer['output_share'])}"
+            f"  attention of layer {layer['layer']}: scores "
+            f"{number(layer['feature_share_counted'])}, centred "
+            f"{number(layer['feature_share_counted_centred'])}, outputs "
+            f"{number(layer['output_share'])}; of all edges, those of positions that swallow "
+            f"attention too: {number(layer['feature_share'])}, centred "
+            f"{number(layer['feature_share_centred'])}"
         )
     if one["layers_without_basis"] and not one["layers"]:
         yield "  no layer that was asked for has it as a basis: attention is not judged"
