@@ -50,10 +50,12 @@ def _norms(rows: Matrix) -> Tensor:
 
 
 def labels_of_release(release: Release) -> str | None:
-    """Path of the labels.jsonl of all dictionaries together."""
+    """Path of the labels.jsonl of all dictionaries together: those of one alone, among several,
+    would be off."""
+    if len(release.dictionaries) == 1:
+        return release.dictionaries[0].labels
     root = Path(release.path) if release.path else None
-    found = labels_of(root) if root is not None and root.is_dir() else None
-    return release.dictionaries[0].labels if found is None else found
+    return labels_of(root) if root is not None and root.is_dir() else None
 
 
 def joined_about(coders: Sequence[Coder], release: Release, kind: str, layer: int) -> SourceInfo:
