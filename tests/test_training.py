@@ -5,6 +5,7 @@ import dataclasses
 import json
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from headattr.basis.formats.crosscoder import CrosscoderConfig, write_crosscoder
 from headattr.basis.formats.registry import open_release
 from headattr.basis.load import layers_of
 from headattr.basis.site import hook_name_of, site_of
+from headattr.basis.whole import load_whole
 from headattr.cli import main
 from headattr.errors import DictionaryError, UsageError
 from headattr.model.load import LoadedModel, load_model
@@ -674,6 +676,32 @@ def test_a_site_that_the_model_does_not_have_is_refused(trained: Any) -> None:
 def test_the_recipes_that_come_with_headattr_are_read(kind: str, name: str) -> None:
     folder = Path(__file__).parent.parent / "dictionaries"
     assert read_recipe(folder / f"{name}.toml", kind).texts
+
+
+STAND_INS: dict[str, Callable[[], Any]] = {
+    "gpt2": lambda: tiny.gpt2(n_layer=12),
+    "gemma3-270m": lambda: tiny.gemma3(num_hidden_layers=18),
+    "llama-3.2-1b": lambda: tiny.llama(num_hidden_layers=16),
+}
+
+
+@pytest.mark.parametrize("name", STAND_INS)
+def test_the_recipes_of_a_model_meet_at_its_middle_layer(
+    name: str, base: Path, tmp_path: Path
+) -> None:
+    """On a small random model of the same family and depth."""
+    folder, hf = Path(__file__).parent.parent / "dictionaries" / name, STAND_INS[name]()
+    loaded = load_model(hf)
+    small = {"tokens": 512, "held_out_tokens": 64, "epochs": 0.5, "d_sae": 24, "k": 5}
+    small |= {"context_size": 16, "batch_size": 64, "labels": False, "prepend_bos": False}
+    middle = len(loaded.layers) // 2
+    for path in sorted(folder.glob("*.toml")):
+        kind = {"crosscoder": "crosscoder", "transcoders": "transcoder"}.get(path.stem, "sae")
+        made = replace(read_recipe(path, kind), texts=("tokens.jsonl",), **small)
+        out = tmp_path / path.stem
+        train_dictionaries(made, out, base=base, model=loaded)
+        assert middle in load_whole(open_release(out), loaded).views
+    assert len(list(tmp_path.iterdir())) == 3
 
 
 def test_the_rate_warms_up_holds_and_falls_to_nothing() -> None:
