@@ -235,7 +235,7 @@ def test_run_says_what_was_done_and_assumed(place: Path, tmp_path: Path, say: An
     assert "0/130 [" in err  # the bar counts rows: tokens times heads
     code, out, err = say([*argv[:-1], "--no-progress"])
     assert (code, err) == (0, "")
-    for part in ("4 prompts", "BOS: not prepended", "layer 1: sae1 (topk k=6, mean L0 6.0)"):
+    for part in ("4 prompts", "BOS: not prepended", "layer 1: sae1 (sae, topk k=6, mean L0 6.0)"):
         assert part in out
 
 

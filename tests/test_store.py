@@ -255,6 +255,7 @@ def test_a_prompt_beyond_65536_tokens_has_wide_keys(
         "labels": None,
         "groups": [],
         "n_features": 7,
+        "first": 0,
     }
     config = RunConfig("m", ("0=tokens",), "t", str(tmp_path))
     manifest = build_manifest(
