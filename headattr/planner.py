@@ -102,10 +102,12 @@ class Planner:
         feature = _index(change, "feature", len(directions))
         if isinstance(change, AddFeature):
             amount = _number(change, "activation", self.model.dtype)
+            _writes_here(change, directions[feature], feature, layer)
             return _finite(change, amount * parts.scale[pos] * directions[feature])
         coef = self._amount(change, parts, pos, feature)
         if isinstance(change, SwapFeature):
             other = _index(change, "other", len(directions))
+            _writes_here(change, directions[other], other, layer)
             return _finite(change, coef * directions[other] - coef * directions[feature])
         kept = 0.0
         if isinstance(change, ScaleFeature):
@@ -186,6 +188,12 @@ class Planner:
         if row.shape != (size,):
             raise UsageError(f"{change}: {name} is {tuple(row.shape)}; expected ({size},)")
         return _finite(change, row)
+
+
+def _writes_here(change: Any, direction: Tensor, feature: int, layer: int) -> None:
+    """Refuse to add a feature of a later site, which writes nothing before this layer."""
+    if not bool(direction.any()):
+        raise UsageError(f"{change}: feature {feature} writes nothing before layer {layer}")
 
 
 def _does_nothing(edit: ModelEdit) -> bool:

@@ -12,10 +12,11 @@ from made import FEATURES, D, crosscoder, dictionary, resid, transcoders
 
 import headattr
 from headattr.basis.component import Components
-from headattr.basis.dictionary import Release
+from headattr.basis.dictionary import Frame, Release
 from headattr.basis.load import load_sources
 from headattr.config import SourceSpec
 from headattr.errors import DictionaryError, UsageError
+from headattr.interventions import AddFeature
 from headattr.model.capture import capture, pad
 from headattr.model.load import load_model
 from headattr.model.sites import Site
@@ -420,3 +421,39 @@ def test_a_name_that_the_list_shows_is_a_dictionary(
     tiny.sae(layer=1).save_model(tmp_path / "cache" / "mine" / "resid_pre_1")
     store = run(tiny.llama(), ["mine/resid_pre_1"], tmp_path / "out", output="unembed")
     assert store.manifest["sources"][0]["name"] == "resid_pre_1"
+
+
+def test_a_feature_of_a_later_site_cannot_be_added_before_it() -> None:
+    made = crosscoder(1, 2)
+    with pytest.raises(UsageError, match="writes nothing before layer 1"):
+        headattr.intervene(
+            tiny.llama(), [1, 2, 3], [AddFeature(1, 2, FEATURES + 3, 1.0)], basis={1: made, 2: made}
+        )
+
+
+def test_a_centred_transcoder_is_refused(tmp_path: Path) -> None:
+    release = transcoders(0, 1)
+    centred = [replace(d, frame=Frame(centred=True, undone=False)) for d in release.dictionaries]
+    with pytest.raises(DictionaryError, match="center_writing_weights"):
+        run(tiny.gpt2(), {2: replace(release, dictionaries=tuple(centred))}, tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("fields", "hook", "said"),
+    [
+        ({"normalize_activations": "expected_average_only_in"}, "mlp.hook_in", "in which units"),
+        ({}, "hook_mlp_in", "hook_resid_mid or mlp.hook_in"),
+    ],
+)
+def test_what_two_libraries_mean_differently_is_refused(
+    fields: dict[str, Any], hook: str, said: str, tmp_path: Path
+) -> None:
+    from sae_lens.registry import SAE_CLASS_REGISTRY
+    from sae_lens.saes.sae import SAEMetadata
+
+    sae_class, config_class = SAE_CLASS_REGISTRY["transcoder"]
+    about = SAEMetadata(hook_name=f"blocks.1.{hook}", norm_scaling_factor=0.5)
+    shape = {"d_in": D, "d_sae": 30, "d_out": D, "apply_b_dec_to_input": False}
+    sae_class(config_class(metadata=about, **shape, **fields)).save_model(tmp_path / "made")
+    with pytest.raises(DictionaryError, match=said):
+        run(tiny.llama(), {2: tmp_path / "made"}, tmp_path / "out")

@@ -25,6 +25,11 @@ def check_transcoders(release: Release, d_model: int | None, n_layers: int | Non
                 "the input of an MLP: blocks.N.mlp.hook_in, blocks.N.ln2.hook_normalized or "
                 "blocks.N.hook_resid_mid"
             )
+        if d.frame.centred:
+            raise DictionaryError(
+                f"{where} says center_writing_weights; expected a transcoder of what the MLP reads "
+                "and writes as the model gives it"
+            )
         for site in d.writes:
             if site is None or site.kind != "mlp_out" or site.layer < read.layer:
                 raise DictionaryError(

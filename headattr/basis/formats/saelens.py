@@ -79,6 +79,22 @@ def release_of(sae: Any) -> Release:
     return _release(config, lambda: (arranged(config, state, name), digest), name, None, None)
 
 
+def _refuse_unclear(config: SaeConfig, where: str) -> None:
+    """Refuse what two libraries mean differently: a scale of a transcoder's input that may or may
+    not be one of its output, and a hook's name."""
+    if config.architecture in TRANSCODERS and config.input_scale != 1:
+        raise DictionaryError(
+            f"{where}: a transcoder whose input is scaled by {config.input_scale} does not say in "
+            "which units it writes; expected the scale folded into its weights"
+        )
+    if (config.hook_name or "").endswith("hook_mlp_in"):
+        raise DictionaryError(
+            f"{where}: {config.hook_name!r} is the stream before the MLP's norm in "
+            "TransformerLens, and what lies behind it in sae_lens' Gemma Scope 2; expected "
+            "hook_resid_mid or mlp.hook_in"
+        )
+
+
 def _release(
     config: SaeConfig,
     read: Callable[[], tuple[Tensors, str]],
@@ -89,6 +105,7 @@ def _release(
     fields, hook = config.fields, config.hook_name
     site = None if hook is None else site_of(hook)
     is_transcoder = config.architecture in TRANSCODERS
+    _refuse_unclear(config, path or name)
     out = site
     if is_transcoder and config.hook_name_out is not None:
         out = site_of(config.hook_name_out)
