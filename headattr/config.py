@@ -22,6 +22,7 @@ RESULT_FREE = (
     "device",
     "batch_size",
     "memory",
+    "portable",
     "progress",
     "json",
 )
@@ -93,6 +94,8 @@ class RunConfig:
     memory: str | None = None
     """Working memory beside the loaded model and dictionaries, such as 8GiB; by default half of
     what is free. Chunks follow from it, results do not."""
+    portable: bool = False
+    """Compress with gzip, which every HDF5 reads, instead of zstd (smaller, faster; hdf5plugin)."""
     progress: bool = True
     """Show progress on standard error."""
     json: Annotated[bool, tyro.conf.arg(help_behavior_hint="(default: False)")] = False

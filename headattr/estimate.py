@@ -34,8 +34,8 @@ from headattr.plan import (
     shape_of,
 )
 from headattr.stopwatch import Sizes, forward_seconds, layer_seconds
+from headattr.store.coding import slot_type
 from headattr.store.columns import OV, Column, edge_columns
-from headattr.store.format import slot_type
 from headattr.store.writer import LayerPlan
 from headattr.tables import TOP_MARGINALS
 
@@ -45,8 +45,11 @@ _HELD = 8192
 """Edges of a layer that wait to be written, at most."""
 _PROCESS = 700e6
 """Bytes of Python with torch, transformers and sae_lens."""
-_STORED = {"scalar": 0.87, "array": 0.89, "rounded": 0.5, "q": 0.62, "k": 0.62, "o": 0.62}
-"""Bytes on disk of a byte of each kind of column, as measured on SmolLM2."""
+_SLOT, _FALLING, _FLOAT = 0.62, 1.05, 3.45
+_ROUNDED = {16: 2.6, 10: 1.65, 7: 1.35}
+"""Bytes on disk, as measured on SmolLM2: of a byte of a slot, of a number of each precision."""
+_INDEXED = 12
+"""Bytes an edge of the index of one role."""
 _WRITTEN = 40e6
 """Bytes a second that are compressed and written."""
 _START = 15.0
@@ -165,16 +168,25 @@ def _edge_bytes(
             source = plan.output if column.kind == "o" and plan.output is not None else plan.basis
             size = slot_type(order[source].l0).itemsize if column.kind in ("q", "k", "o") else 4
             used = 1.0 if name in numbers or scalar else filled[part]
-            disk += count * size * _STORED[column.kind] * used
+            disk += count * _stored(column, size) * used
             memory += count * (8 if column.kind in ("q", "k", "o") else 4)
         return disk, memory
 
-    columns = edge_columns(capped=plan.softcap is not None, parts=False)
+    columns = edge_columns(capped=plan.softcap is not None, parts=False, rank=config.rank)
     disk, memory = table(columns, "qk")
     if plan.output is not None:
         more = table(OV, "ov")
         disk, memory = disk + more[0], memory + more[1]
-    return disk + 4, memory
+    return disk + 4 + _INDEXED * (4 if plan.output is not None else 2), memory
+
+
+def _stored(column: Column, size: int) -> float:
+    """Bytes of one number of a column on disk; `size`: of a slot."""
+    if column.kind in ("q", "k", "o"):
+        return size * _SLOT
+    if column.kind == "falling":
+        return _FALLING
+    return _FLOAT if column.bits is None else _ROUNDED[column.bits]
 
 
 def _memory(

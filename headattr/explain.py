@@ -119,7 +119,8 @@ def _row_of(
     ov = None
     if table.ov is not None:
         whole = float(table.ov.block_completeness[edge.q_pos])
-        ov = OvRow(block_completeness=whole, **_cells(table.ov, ov_columns(parts=True)))
+        cells = _cells(table.ov, ov_columns(parts=True))
+        ov = OvRow(block_completeness=whole, o_reads=table.ov.o_reads[0], **cells)
     return EdgeRow(
         edge=edge,
         tokens=tokens,
@@ -130,7 +131,7 @@ def _row_of(
         k_active=k_active,
         o_active=o_active,
         ov=ov,
-        **_cells(table, edge_columns(capped=True, parts=True)),
+        **_cells(table, edge_columns(capped=True, parts=True, rank="value")),
     )
 
 

@@ -74,6 +74,8 @@ def execute(run: Run) -> Store:
                     run.plans,
                     manifest_hash=run.manifest["hash"],
                     longest=max((len(prompt.tokens) for prompt in prompts), default=0),
+                    rank=run.config.rank,
+                    filters="gzip" if run.config.portable else "zstd",
                 ) as shard:
                     attribute_prompts(layers, prompts, shard, advance)
             else:

@@ -24,7 +24,7 @@ from headattr.pipeline import attribute_prompts
 from headattr.plan import make_run
 from headattr.store import growing, writer
 from headattr.store.check import check_store
-from headattr.store.format import decode_slots, round_values
+from headattr.store.coding import decode_slots, round_values
 from headattr.store.growing import Growing
 from headattr.store.reader import Store
 from headattr.store.writer import new_shard
@@ -64,7 +64,7 @@ def test_slots_are_those_that_were_appended_whatever_was_cut_and_widened(
     generator = np.random.default_rng(chunk + 7 * held)
     wanted, at = np.empty((0, 3), np.int32), first
     with in_memory(held) as group:
-        found = Growing(group, "slots", chunk)
+        found = Growing(group, "slots", chunk, "zstd")
         found.widen(np.dtype(TYPES[at]))
         found.append(wanted)
         for step, value in steps:
@@ -90,14 +90,20 @@ def test_slots_are_those_that_were_appended_whatever_was_cut_and_widened(
 
 
 @settings(max_examples=120, deadline=None, derandomize=True)
-@given(STEPS, st.integers(1, 6), st.integers(1, 20), st.booleans())
+@given(
+    STEPS,
+    st.integers(1, 6),
+    st.integers(1, 20),
+    st.sampled_from([None, 7, 10]),
+    st.sampled_from(["zstd", "gzip"]),
+)
 def test_numbers_are_those_that_were_appended_rounded_once(
-    steps: list[tuple[str, Any]], chunk: int, held: int, rounded: bool
+    steps: list[tuple[str, Any]], chunk: int, held: int, bits: int | None, filters: growing.Filter
 ) -> None:
     generator = np.random.default_rng(chunk)
     wanted = np.empty(0, np.float32)
     with in_memory(held) as group:
-        found = Growing(group, "values", chunk, rounded=rounded)
+        found = Growing(group, "values", chunk, filters, bits=bits)
         found.append(wanted)
         for step, value in steps:
             if step == "append":
@@ -109,13 +115,14 @@ def test_numbers_are_those_that_were_appended_rounded_once(
                 found.cut(kept)
                 wanted = wanted[:kept]
         found.finish()
-        assert np.array_equal(group["values"][:], round_values(wanted) if rounded else wanted)
+        kept = wanted if bits is None else round_values(wanted, bits)
+        assert np.array_equal(group["values"][:], kept)
 
 
 def test_what_was_appended_may_change_afterwards() -> None:
     """Parts are views of the tables that are used again."""
     with in_memory(4) as group:
-        found = Growing(group, "values", 2)
+        found = Growing(group, "values", 2, "zstd")
         for start in range(0, 12, 3):
             rows = np.arange(start, start + 3, dtype=np.float32)
             found.append(rows.copy())
@@ -126,7 +133,7 @@ def test_what_was_appended_may_change_afterwards() -> None:
 @pytest.mark.parametrize("held", [2, 100])
 def test_numbers_that_are_not_finite_are_refused_by_name(held: int) -> None:
     with in_memory(held) as group:
-        found = Growing(group, "values", 2)
+        found = Growing(group, "values", 2, "zstd")
         with pytest.raises(StoreError, match="values has non-finite values"):  # noqa: PT012
             found.append(np.array([1, 2, np.inf, 3, 4], np.float32))
             found.finish()

@@ -3,7 +3,6 @@
 Hashes, structure, ranges, and the errors that every edge carries.
 """
 
-import json
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,11 +10,10 @@ from numpy.typing import NDArray
 
 from headattr.config import canonical_hash
 from headattr.errors import StoreError
-from headattr.store.columns import edge_columns, ov_columns
+from headattr.store.coding import SUM_BITS
 from headattr.store.format import (
     LABELS,
     SHARDS,
-    decode_slots,
     file_hash,
     shard_name,
     split_keys,
@@ -24,15 +22,19 @@ from headattr.store.manifest import content_hash
 from headattr.store.reader import Store
 from headattr.store.shard import Shard
 from headattr.store.spread import Spread
+from headattr.store.view import LayerView
 
 TOLERANCE = {"float32": 1e-5, "float64": 1e-9}
+_ROUNDING = 4e-6
+"""Of a sum of float32 numbers, relative to the sum of their sizes."""
+_KEPT = _ROUNDING + 2.0 ** -(SUM_BITS + 1)
+"""The same where the numbers are kept rounded."""
 _SUMS = (
-    ("qk/totals", "score", "completeness"),
-    ("qk/q_contrast_totals", "score_contrast", "contrast_completeness"),
-    ("qk/k_contrast_totals", "score_contrast", "contrast_completeness"),
+    ("qk/totals", "score", "completeness", _ROUNDING),
+    ("qk/q_contrast_totals", "score_contrast", "contrast_completeness", _KEPT),
+    ("qk/k_contrast_totals", "score_contrast", "contrast_completeness", _KEPT),
 )
-"""Dataset of parts, what they sum to, and the error that was measured."""
-_TOTALS_ROUNDING = 4e-6  # float32 rounding of a sum of totals, relative to the sum of their sizes
+"""Dataset of parts, what they sum to, the error that was measured, and how parts are rounded."""
 
 
 _ROWS = 1 << 16
@@ -142,7 +144,7 @@ def _check_layer(shard: Shard, plan: dict[str, Any], name: str, found: _Found) -
         raise StoreError(f"{where}: the edge index does not fit its edges")
     problems: set[str] = set()
     before = (-1, -1)
-    largest = {errors: _largest(layer[errors]) for _, _, errors in _SUMS}
+    largest = {errors: _largest(layer[errors]) for _, _, errors, _ in _SUMS}
     for start in range(0, edges, _ROWS):
         rows = slice(start, min(start + _ROWS, edges))
         keys = layer["key"][rows]
@@ -152,7 +154,7 @@ def _check_layer(shard: Shard, plan: dict[str, Any], name: str, found: _Found) -
         before = (int(group[-1]), int(keys[-1]))
         problems |= _value_problems(layer, plan, rows, largest)
         if not out_of_order:
-            problems |= _slot_problems(shard, plan, rows, keys, group)
+            problems |= _slot_problems(shard.layer(plan["layer"]), rows)
         found.completeness.add(layer["completeness"][rows])
         found.contrast.add(layer["contrast_completeness"][rows])
         if plan["output"] is not None:
@@ -202,46 +204,40 @@ def _value_problems(
     for path in _float_datasets(layer):
         if len(layer[path]) == len(layer["key"]) and not np.isfinite(layer[path][rows]).all():
             problems.add(f"{path} has non-finite values")
-    for name, total, errors in _SUMS:
+    for name, total, errors, kept in _SUMS:
         parts = layer[name][rows].astype(np.float64)
         axes = tuple(range(1, parts.ndim))
         gap = np.abs(parts.sum(axes) - layer[total][rows])
-        rounding = _TOTALS_ROUNDING * np.abs(parts).sum(axes)
+        rounding = kept * np.abs(parts).sum(axes)
         if (gap > largest[errors] * 1e3 + rounding).any():
             problems.add(f"{name} does not sum to the {total}")
     if (cap := plan["softcap"]) is not None:
         gap = np.abs(layer["score_capped"][rows] - cap * np.tanh(layer["score"][rows] / cap))
-        if (gap > _TOTALS_ROUNDING * cap).any():
+        if (gap > _ROUNDING * cap).any():
             problems.add(f"score_capped is not the score under the cap of {cap}")
     return problems
 
 
-def _slot_problems(
-    shard: Shard, plan: dict[str, Any], rows: slice, keys: NDArray[Any], group: NDArray[np.int64]
-) -> set[str]:
-    """Slots beyond the active list of their position."""
-    q_pos, k_pos = split_keys(keys)
-    layer, begin = shard.file[f"layer/{plan['layer']}"], shard.ptr[group // len(plan["heads"])]
-
-    def longest(source: int, positions: NDArray[Any]) -> NDArray[Any]:
-        return np.diff(shard.file[f"source/{source}/ptr"][:])[positions]
-
-    lengths = {
-        "q": longest(plan["basis"], begin + q_pos),
-        "k": longest(plan["basis"], begin + k_pos),
-    }
-    names = json.loads(layer.attrs["parts"])
-    lengths["part"] = np.full(len(q_pos), len(names))
-    columns = list(edge_columns(capped=False, parts=bool(names)).values())
-    if plan["output"] is not None:
-        columns += ov_columns(parts=bool(names)).values()
-        if not plan["every_output"]:
-            lengths["o"] = longest(plan["output"], begin + q_pos)
-    return {
-        f"{name} points beyond an active list"
-        for name, kind in columns
-        if kind in lengths and (decode_slots(layer[name][rows]).max(1) >= lengths[kind]).any()
-    }
+def _slot_problems(view: LayerView, rows: slice) -> set[str]:
+    """Slots beyond the active list of their position; codes that are none."""
+    where = view.where(rows)
+    basis, output = (
+        None if index is None else np.diff(view.source(index).ptr)
+        for index in (view.basis, view.output)
+    )
+    at = {"q": where.begin + where.q_pos, "k": where.begin + where.k_pos}
+    lengths = {side: basis[positions] for side, positions in at.items() if basis is not None}
+    lengths["part"] = np.full(len(where.q_pos), len(view.parts))
+    if output is not None and not view.attrs["every_output"]:
+        lengths["o"] = output[at["q"]]
+    problems = set()
+    for column in (*view.edge_columns.values(), *view.ov_columns.values()):
+        found = view.read(column, rows)
+        if column.kind in lengths and (found.max(1, initial=-1) >= lengths[column.kind]).any():
+            problems.add(f"{column.dataset} points beyond an active list")
+        if column.kind == "falling" and not np.isfinite(found).all():
+            problems.add(f"{column.dataset} has non-finite values")
+    return problems
 
 
 def _float_datasets(layer: Any) -> list[str]:

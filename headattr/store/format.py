@@ -1,4 +1,4 @@
-"""Names, element types and rounding of the store, version 0.2; FORMAT.md says the same in words."""
+"""Names of the store, keys of edges, and how a file is published; FORMAT.md says it in words."""
 
 import contextlib
 import hashlib
@@ -12,25 +12,16 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import NDArray
 
-VERSION = "0.3"
+VERSION = "1.0"
 STORE_FORMAT, SHARD_FORMAT = "headattr-store", "headattr-shard"
 MANIFEST = "manifest.json"
 SHARDS, LABELS = "shards", "labels"
 PAIR_CHUNK, SCALAR_CHUNK = 256, 4096
-MANTISSA_BITS = 10
-"""Pair values keep this many bits of mantissa: relative error at most 2**-11. Nothing else is
-rounded, nor are values that rounding would make infinite, or that are too small for it."""
 
 
 def shard_name(index: int) -> str:
     """Name of a shard without its ending."""
     return f"{index:05d}"
-
-
-def slot_type(longest: int) -> np.dtype[Any]:
-    """The smallest type of a slot when lists have up to `longest` entries; its largest value means
-    none."""
-    return next(np.dtype(t) for t in (np.uint8, np.uint16, np.uint32) if longest < np.iinfo(t).max)
 
 
 def key_type(longest: int) -> np.dtype[Any]:
@@ -53,30 +44,6 @@ def split_keys(keys: NDArray[np.unsignedinteger]) -> tuple[NDArray[np.int64], ND
     return (wide >> np.uint64(bits)).astype(np.int64), (wide & np.uint64((1 << bits) - 1)).astype(
         np.int64
     )
-
-
-def encode_slots(slots: NDArray[np.integer], dtype: np.dtype[Any]) -> NDArray[np.unsignedinteger]:
-    """Slots with -1 as the type's largest value."""
-    return np.where(slots < 0, np.iinfo(dtype).max, slots).astype(dtype)
-
-
-def decode_slots(stored: NDArray[np.unsignedinteger]) -> NDArray[np.int64]:
-    """Stored slots with -1 for none."""
-    slots = stored.astype(np.int64)
-    return np.where(slots == np.iinfo(stored.dtype).max, -1, slots)
-
-
-def round_values(values: NDArray[np.floating]) -> NDArray[np.float32]:
-    """Round to nearest at MANTISSA_BITS bits of mantissa, as float32."""
-    dropped = 23 - MANTISSA_BITS
-    exact = np.ascontiguousarray(values, np.float32)
-    bits = exact.view(np.uint32).astype(np.uint64)
-    bits = (bits + (1 << (dropped - 1)) - 1 + ((bits >> dropped) & 1)) & ~np.uint64(
-        (1 << dropped) - 1
-    )
-    rounded = bits.astype(np.uint32).view(np.float32)
-    normal = np.isfinite(exact + rounded) & (np.abs(exact) >= np.finfo(np.float32).tiny)
-    return np.where(normal, rounded, exact)
 
 
 def file_hash(path: Path) -> str:

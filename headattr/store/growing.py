@@ -4,7 +4,7 @@ What does not fill a chunk yet is held in memory; so a chunk is compressed once,
 grow with the rows.
 """
 
-from typing import Any
+from typing import Any, Literal
 
 import h5py
 import hdf5plugin
@@ -12,7 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headattr.errors import StoreError
-from headattr.store.format import decode_slots, encode_slots, round_values
+from headattr.store.coding import decode_slots, encode_slots, round_values
+
+Filter = Literal["zstd", "gzip"]
+"""How chunks are compressed: zstd needs the package hdf5plugin, gzip HDF5 alone."""
 
 _HELD = 4096
 """Rows that are held at least before some are written: few large writes are faster."""
@@ -21,9 +24,18 @@ _HELD = 4096
 class Growing:
     """One dataset of a group, by rows."""
 
-    def __init__(self, group: h5py.Group, name: str, chunk: int, *, rounded: bool = False) -> None:
-        """`chunk`: rows of a chunk; `rounded`: as pair values are."""
-        self.group, self.name, self.chunk, self.rounded = group, name, chunk, rounded
+    def __init__(
+        self,
+        group: h5py.Group,
+        name: str,
+        chunk: int,
+        filters: Filter,
+        *,
+        bits: int | None = None,
+    ) -> None:
+        """`chunk`: rows of a chunk; `bits`: of mantissa that floats are rounded to."""
+        self.group, self.name, self.chunk, self.bits = group, name, chunk, bits
+        self.filters: Filter = filters
         self.slots: np.dtype[Any] | None = None
         """The type of slots, of a dataset of slots."""
         self._held: list[NDArray[Any]] = []
@@ -98,7 +110,7 @@ class Growing:
             raise StoreError(
                 f"{self.name} has non-finite values, which are never written: please report this"
             )
-        return round_values(rows) if self.rounded else rows
+        return rows if self.bits is None else round_values(rows, self.bits)
 
     def _create(self, rows: int, shape: tuple[int, ...], dtype: Any) -> h5py.Dataset:
         return self.group.create_dataset(
@@ -107,9 +119,15 @@ class Growing:
             dtype,
             maxshape=(None, *shape),
             chunks=(min(self.chunk, rows), *shape),
-            shuffle=True,
-            **hdf5plugin.Zstd(clevel=3),
+            **self._compression(),
         )
+
+    def _compression(self) -> dict[str, Any]:
+        if self.filters == "gzip":
+            return {"shuffle": True, "compression": "gzip", "compression_opts": 1}
+        if self.bits is not None:  # what is left of a rounded float is no whole number of bytes
+            return dict(hdf5plugin.Bitshuffle(cname="zstd", clevel=3))
+        return {"shuffle": True, **hdf5plugin.Zstd(clevel=3)}
 
     def _dataset(self) -> Any:
         return self.group[self.name]

@@ -15,11 +15,10 @@ from numpy.typing import NDArray
 
 from headattr.edges import Edge, HeadId, parse_head, position_problem
 from headattr.errors import StoreError, UsageError
-from headattr.store.columns import OV_PARTS, PARTS, Column, edge_columns, ov_columns
+from headattr.store.columns import OV_PARTS, PARTS, Column
 from headattr.store.format import (
     LABELS,
     SHARDS,
-    decode_slots,
     make_keys,
     shard_name,
     split_keys,
@@ -27,6 +26,7 @@ from headattr.store.format import (
 from headattr.store.published import read_manifest, read_sidecar
 from headattr.store.rows import EdgeRow, OvRow, fault
 from headattr.store.shard import Shard
+from headattr.store.view import LayerView
 
 
 class Store:
@@ -91,13 +91,13 @@ class Store:
         """Columns of a head's edges in one prompt: q_pos, k_pos, score, pattern, completeness,
         feature_share."""
         head = parse_head(head)
-        base = f"layer/{head.layer}"
         names = ("score", "pattern", "completeness", "feature_share")
         with self._reading(prompt):
             shard, start, stop = self._group(prompt, head)
-            q_pos, k_pos = split_keys(shard.dataset(f"{base}/key")[start:stop])
+            view = shard.layer(head.layer)
+            q_pos, k_pos = split_keys(view.dataset("key")[start:stop])
             return {"q_pos": q_pos, "k_pos": k_pos} | {
-                n: shard.dataset(f"{base}/{n}")[start:stop] for n in names
+                n: view.dataset(n)[start:stop] for n in names
             }
 
     def edge(self, prompt: int, edge: Edge) -> EdgeRow:
@@ -120,7 +120,7 @@ class Store:
         if problem := position_problem(edge.q_pos, edge.k_pos, end - begin, window):
             raise UsageError(f"prompt {prompt}: {problem}")
         start, stop = self._group(prompt, HeadId(edge.layer, edge.head))[1:]
-        keys = shard.dataset(f"layer/{edge.layer}/key")
+        keys = shard.layer(edge.layer).dataset("key")
         if stop > start:
             wanted = make_keys(np.array([edge.q_pos]), np.array([edge.k_pos]), keys.dtype)[0]
             found = keys[start:stop]
@@ -130,31 +130,28 @@ class Store:
         return None
 
     def _row(self, shard: Shard, begin: int, row: int, edge: Edge) -> EdgeRow:
-        attrs = shard.layer_attrs(edge.layer)
-        base, basis, output = f"layer/{edge.layer}", int(attrs["basis"]), int(attrs["output"])
+        view = shard.layer(edge.layer)
         q_at, k_at = begin + edge.q_pos, begin + edge.k_pos
-        texts = shard.dataset("prompt/token_text")
-        capped, parts = "softcap" in attrs, json.loads(attrs["parts"])
-        cells = _cells(shard, base, edge_columns(capped=capped, parts=bool(parts)), row)
+        cells = _cells(view, view.edge_columns, row)
         cells.setdefault("score_capped", cells["score"])
         none: dict[str, Any] = dict.fromkeys(PARTS, np.empty(0, np.float32))
         cells = none | cells
         ov = None
-        if output >= 0:
-            whole = float(shard.dataset(f"{base}/ov/block_completeness")[q_at])
-            moved: dict[str, Any] = _cells(shard, base, ov_columns(parts=bool(parts)), row)
-            moved = dict.fromkeys(OV_PARTS, np.empty(0, np.float32)) | moved
-            ov = OvRow(block_completeness=whole, **moved)
-        by_id = output < 0 or bool(attrs["every_output"])
+        if view.output is not None:
+            whole = float(view.dataset("ov/block_completeness")[q_at])
+            moved: dict[str, Any] = dict.fromkeys(OV_PARTS, np.empty(0, np.float32))
+            moved |= _cells(view, view.ov_columns, row)
+            ov = OvRow(block_completeness=whole, o_reads=view.reads(row), **moved)
+        by_id = view.output is None or bool(view.attrs["every_output"])
         return EdgeRow(
             edge=edge,
-            tokens=(texts[q_at].decode(), texts[k_at].decode()),
-            flagged=bool(shard.dataset(f"{base}/flagged")[k_at]),
-            kinds=tuple(json.loads(attrs["kinds"])),
-            parts=tuple((kind, name) for kind, name in parts),
-            q_active=shard.active(basis, q_at),
-            k_active=shard.active(basis, k_at),
-            o_active=None if by_id else shard.active(output, q_at),
+            tokens=(shard.token_text[q_at].decode(), shard.token_text[k_at].decode()),
+            flagged=bool(view.dataset("flagged")[k_at]),
+            kinds=view.kinds,
+            parts=view.parts,
+            q_active=shard.active(view.basis, q_at),
+            k_active=shard.active(view.basis, k_at),
+            o_active=None if by_id else shard.active(int(view.attrs["output"]), q_at),
             ov=ov,
             **cells,
         )
@@ -224,7 +221,7 @@ class Store:
     def _group(self, prompt: int, head: HeadId) -> tuple[Shard, int, int]:
         shard, plan = self._span(prompt)[0], self._plan(head)
         group = shard.ids.index(prompt) * len(plan["heads"]) + plan["heads"].index(head.head)
-        start, stop = shard.dataset(f"layer/{head.layer}/group_ptr")[group : group + 2]
+        start, stop = shard.layer(head.layer).group_ptr[group : group + 2]
         return shard, int(start), int(stop)
 
     def _plan(self, head: HeadId) -> dict[str, Any]:
@@ -291,16 +288,11 @@ class Store:
         return iter(self.prompt_ids)
 
 
-def _cells(shard: Shard, base: str, columns: dict[str, Column], row: int) -> dict[str, Any]:
+def _cells(view: LayerView, columns: dict[str, Column], row: int) -> dict[str, Any]:
     """One row of every column: floats, arrays, and slots with -1 for none."""
-    cells: dict[str, Any] = {}
-    for name, column in columns.items():
-        value = shard.dataset(f"{base}/{column.dataset}")[row]
-        slots = column.kind in ("q", "k", "o", "part")
-        cells[name] = decode_slots(value) if slots else value
-        if column.kind == "scalar":
-            cells[name] = float(value)
-    return cells
+    cells = {name: view.read(column, row) for name, column in columns.items()}
+    scalars = [name for name, column in columns.items() if column.kind == "scalar"]
+    return cells | {name: float(cells[name]) for name in scalars}
 
 
 def open_store(path: str | Path) -> Store:

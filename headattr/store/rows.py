@@ -86,7 +86,7 @@ def fault(row: EdgeRow) -> str | None:
     )
     lengths = {"q": q, "k": k, "o": o, "part": len(row.parts)}
     for table, columns in (
-        (row, edge_columns(capped=True, parts=True)),
+        (row, edge_columns(capped=True, parts=True, rank="value")),
         (row.ov, ov_columns(parts=True)),
     ):
         for name, column in columns.items() if table is not None else ():

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from headattr.errors import StoreError
 from headattr.store.format import SHARD_FORMAT
 from headattr.store.rows import Active
+from headattr.store.view import LayerView, SourceView
 
 
 class Shard:
@@ -22,7 +23,8 @@ class Shard:
     def __init__(self, path: Path, sidecar: dict[str, Any]) -> None:
         """`sidecar` is the content of the JSON beside it."""
         self.path, self.sidecar = path, sidecar
-        self._datasets: dict[str, Any] = {}
+        self._layers: dict[int, LayerView] = {}
+        self._sources: dict[int, SourceView] = {}
 
     @cached_property
     def file(self) -> Any:
@@ -58,28 +60,28 @@ class Shard:
         """Where each prompt's positions begin."""
         return self.file["prompt/ptr"][:]
 
-    def dataset(self, name: str) -> Any:
-        """A dataset, kept open."""
-        if name not in self._datasets:
-            found = self.file[name]
-            small = name.endswith(("ptr", "flagged", "heads"))
-            self._datasets[name] = found[:] if small else found
-        return self._datasets[name]
+    @cached_property
+    def token_text(self) -> Any:
+        """What positions show, on disk."""
+        return self.file["prompt/token_text"]
 
-    def layer_attrs(self, layer: int) -> dict[str, Any]:
-        """Attributes of a layer's group, kept."""
-        name = f"layer/{layer}@"
-        if name not in self._datasets:
-            self._datasets[name] = dict(self.file[f"layer/{layer}"].attrs)
-        return self._datasets[name]
+    def layer(self, layer: int) -> LayerView:
+        """The edges of a layer, kept open."""
+        if layer not in self._layers:
+            self._layers[layer] = LayerView(self.file, layer)
+        return self._layers[layer]
+
+    def source(self, source: int) -> SourceView:
+        """The active lists of a source, kept open."""
+        if source not in self._sources:
+            self._sources[source] = SourceView(self.file, source)
+        return self._sources[source]
 
     def active(self, source: int, position: int) -> Active:
         """Active features of one position of the shard."""
-        start, stop = self.dataset(f"source/{source}/ptr")[position : position + 2]
-        base = f"source/{source}"
-        return Active(
-            self.dataset(f"{base}/feature")[start:stop], self.dataset(f"{base}/act")[start:stop]
-        )
+        view = self.source(source)
+        start, stop = view.ptr[position : position + 2]
+        return Active(view.feature[start:stop], view.act[start:stop])
 
     def counts(self, source: int) -> tuple[NDArray[np.int64], NDArray[np.int64], int]:
         """Features of a source that are active somewhere, how often, over how many positions."""
@@ -93,7 +95,10 @@ class Shard:
 
     def close(self) -> None:
         """Close the file; it opens again when it is asked."""
-        self._datasets.clear()
+        self._layers.clear()
+        self._sources.clear()
+        for name in ("token_text", "ptr"):
+            vars(self).pop(name, None)
         if "file" in vars(self):
             self.file.close()
             del self.file

@@ -1,13 +1,13 @@
 """Active lists of a source, prompt by prompt, as they are written."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import h5py
 import numpy as np
 from numpy.typing import NDArray
 
 from headattr.store.format import SCALAR_CHUNK
-from headattr.store.growing import Growing
+from headattr.store.growing import Filter, Growing
 
 
 class ActiveLists(NamedTuple):
@@ -31,11 +31,11 @@ class _Counts(NamedTuple):
 class SourceWriter:
     """The active lists of one source."""
 
-    def __init__(self, group: h5py.Group) -> None:
+    def __init__(self, group: h5py.Group, filters: Filter) -> None:
         """An empty source."""
-        self.group = group
-        self.features = Growing(group, "feature", SCALAR_CHUNK)
-        self.acts = Growing(group, "act", SCALAR_CHUNK)
+        self.group, self.filters = group, filters
+        self.features = Growing(group, "feature", SCALAR_CHUNK, filters)
+        self.acts = Growing(group, "act", SCALAR_CHUNK, filters)
         self.lengths: list[NDArray[np.int64]] = []
         self.counts = [_Counts(np.empty(0, np.int64), np.empty(0, np.int64), 0)]
         """Of the first prompts: none, one, two, ..."""
@@ -71,6 +71,24 @@ class SourceWriter:
         self.features.finish()
         self.acts.finish()
         found = self.counts[-1]
-        self.group["present"] = found.present.astype(np.uint32)
-        self.group["present_count"] = found.times
+        self._write("present", found.present.astype(np.uint32))
+        self._write("present_count", found.times)
+        self._write_inverse()
         self.group.attrs["positions_counted"] = found.positions
+
+    def _write_inverse(self) -> None:
+        """Where each feature is active: positions of the shard, ascending, by feature."""
+        features: Any = self.group["feature"]
+        ids = features[:]
+        order = np.argsort(ids, kind="stable")
+        found, counts = np.unique(ids, return_counts=True)
+        lengths = np.concatenate([np.empty(0, np.int64), *self.lengths])
+        at = np.repeat(np.arange(len(lengths)), lengths)[order]
+        self._write("inverse/feature", found)
+        self._write("inverse/ptr", np.cumsum(np.concatenate([[0], counts]), dtype=np.int64))
+        self._write("inverse/position", at.astype(np.uint32))
+
+    def _write(self, name: str, rows: NDArray[Any]) -> None:
+        kept = Growing(self.group, name, SCALAR_CHUNK, self.filters)
+        kept.append(rows)
+        kept.finish()

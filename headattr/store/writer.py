@@ -15,9 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headattr.errors import StoreError
-from headattr.store.columns import Column, edge_columns, ov_columns
+from headattr.store.coding import falling_codes, slot_type
+from headattr.store.columns import Column, Rank, edge_columns, ov_columns
 from headattr.store.format import (
-    MANTISSA_BITS,
     PAIR_CHUNK,
     SCALAR_CHUNK,
     SHARD_FORMAT,
@@ -27,11 +27,12 @@ from headattr.store.format import (
     make_keys,
     published,
     shard_name,
-    slot_type,
     write_json,
 )
-from headattr.store.growing import Growing
+from headattr.store.growing import Filter, Growing
+from headattr.store.index import write_index
 from headattr.store.sources import ActiveLists, SourceWriter
+from headattr.store.view import LayerView
 from headattr.tables import EdgePart, LayerFacts
 
 
@@ -67,12 +68,20 @@ class LayerPlan(NamedTuple):
 
 @contextmanager
 def new_shard(
-    folder: Path, index: int, plans: Sequence[LayerPlan], *, manifest_hash: str, longest: int
+    folder: Path,
+    index: int,
+    plans: Sequence[LayerPlan],
+    *,
+    manifest_hash: str,
+    longest: int,
+    rank: Rank = "value",
+    filters: Filter = "zstd",
 ) -> Iterator["ShardWriter"]:
     """Publish `NNNNN.h5`, then `NNNNN.json` with its rows and hash, when the block ends well.
 
-    `longest`: tokens of the longest prompt. Raises StoreError, naming the path and the cause, if
-    the disk refuses; nothing half-written keeps a name.
+    `longest`: tokens of the longest prompt; `rank`: what pairs are the strongest by. Raises
+    StoreError, naming the path and the cause, if the disk refuses; nothing half-written keeps a
+    name.
     """
     path = folder / f"{shard_name(index)}.h5"
     try:
@@ -81,8 +90,7 @@ def new_shard(
                 file.attrs.update(
                     format=SHARD_FORMAT, version=VERSION, manifest_hash=manifest_hash, shard=index
                 )
-                file.attrs["pair_value_mantissa_bits"] = MANTISSA_BITS
-                writer = ShardWriter(file, plans, key_type(longest))
+                writer = ShardWriter(file, plans, key_type(longest), rank, filters)
                 yield writer
                 edges = writer.finish()
             digest, size = file_hash(temporary), temporary.stat().st_size
@@ -108,20 +116,29 @@ class ShardWriter:
     """A shard that is being written: prompts in order, then for each layer its edges, prompt by
     prompt."""
 
-    def __init__(self, file: h5py.File, plans: Sequence[LayerPlan], keys: np.dtype[Any]) -> None:
+    def __init__(
+        self,
+        file: h5py.File,
+        plans: Sequence[LayerPlan],
+        keys: np.dtype[Any],
+        rank: Rank,
+        filters: Filter,
+    ) -> None:
         """An empty shard; `keys`: the type of edge keys."""
-        self.file, self.prompts = file, list[PromptRecord]()
+        self.file, self.prompts, self.filters = file, list[PromptRecord](), filters
         self.set_aside: list[dict[str, Any]] = []
         """Prompts that failed, for the sidecar."""
         self.sources: dict[int, SourceWriter] = {}
-        self.layers = {plan.layer: _Layer(file, plan, keys) for plan in plans}
+        self.layers = {plan.layer: _Layer(file, plan, keys, rank, filters) for plan in plans}
 
     def add_prompt(self, prompt: PromptRecord) -> None:
         """The next prompt; its layers follow."""
         self.prompts.append(prompt._replace(sources={}))
         for index, active in prompt.sources.items():
             if index not in self.sources:
-                self.sources[index] = SourceWriter(self.file.create_group(f"source/{index}"))
+                self.sources[index] = SourceWriter(
+                    self.file.create_group(f"source/{index}"), self.filters
+                )
             self.sources[index].add(active)
         self._fit_slots()
 
@@ -156,7 +173,10 @@ class ShardWriter:
             return 0
         for source in self.sources.values():
             source.finish()
-        return sum(layer.finish() for layer in self.layers.values())
+        edges = sum(layer.finish() for layer in self.layers.values())
+        for layer in self.layers:
+            write_index(LayerView(self.file, layer), self.filters)
+        return edges
 
 
 def _write_prompts(file: h5py.File, prompts: Sequence[PromptRecord]) -> None:
@@ -180,6 +200,8 @@ class _Layer:
     file: h5py.File
     plan: LayerPlan
     keys: np.dtype[Any]
+    rank: Rank
+    filters: Filter
     facts: list[LayerFacts] = field(default_factory=list)
     counts: list[NDArray[np.int64]] = field(default_factory=list)
     """Edges of each prompt by head; the last is the prompt at work."""
@@ -190,10 +212,18 @@ class _Layer:
         if name not in self.columns:
             group = self.file.require_group(f"layer/{self.plan.layer}")
             chunk = SCALAR_CHUNK if column.kind == "scalar" else PAIR_CHUNK
-            kept = Growing(group, column.dataset, chunk, rounded=column.kind == "rounded")
+            kept = Growing(group, column.dataset, chunk, self.filters, bits=column.bits)
             kept.slots = self.slots.get(column.kind)
             self.columns[name] = kept
         return self.columns[name]
+
+    def _append(self, name: str, column: Column, rows: NDArray[Any]) -> None:
+        if column.kind == "falling":
+            first, rows = falling_codes(rows)
+            self._column(f"{name}_first", column.first).append(first)
+        else:
+            rows = rows.astype(np.int32 if column.kind in self.slots else np.float32)
+        self._column(name, column).append(rows)
 
     def widen(self, longest: dict[int, int]) -> None:
         """Slots reach lists of this length, by source."""
@@ -201,7 +231,7 @@ class _Layer:
         self.slots = {"q": basis, "k": basis, "part": np.dtype(np.uint16)}
         if plan.output is not None:
             self.slots["o"] = slot_type(1 << 31 if plan.every_output else longest[plan.output])
-        every = edge_columns(capped=True, parts=True)
+        every = edge_columns(capped=True, parts=True, rank=self.rank)
         for columns, prefix in ((every, ""), (ov_columns(parts=True), "ov.")):
             for name, column in columns.items():
                 if column.kind in self.slots and prefix + name in self.columns:
@@ -215,15 +245,14 @@ class _Layer:
         keys = make_keys(part.columns["q_pos"], part.columns["k_pos"], self.keys)
         self._column("key", Column("key", "scalar")).append(keys)
         parts = part.columns["q_parts"].shape[1] > 0
-        columns = edge_columns(capped=self.plan.softcap is not None, parts=parts)
+        capped = self.plan.softcap is not None
+        columns = edge_columns(capped=capped, parts=parts, rank=self.rank)
         kept = [("", columns, part.columns)]
         if part.ov is not None:
             kept.append(("ov.", ov_columns(parts=parts), part.ov))
         for prefix, columns, found in kept:
             for name, column in columns.items():
-                slots = column.kind in self.slots
-                rows = found[name].astype(np.int32 if slots else np.float32)
-                self._column(prefix + name, column).append(rows)
+                self._append(prefix + name, column, found[name])
 
     def add_facts(self, facts: LayerFacts) -> None:
         """The prompt at work is done."""
@@ -252,6 +281,7 @@ class _Layer:
             output=-1 if plan.output is None else plan.output,
             read=plan.read or "",
             every_output=plan.every_output,
+            rank=self.rank,
         )
         for name in ("window", "softcap"):
             if getattr(plan, name) is not None:

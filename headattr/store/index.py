@@ -1,0 +1,167 @@
+"""Where a feature is among the strongest of an edge: written with a shard, read without the rest.
+
+For every role (query, key, value, output feature) the rows of each feature, ascending, and apart
+from them its strongest rows with how strong it is there.
+"""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import h5py
+import numpy as np
+from numpy.typing import NDArray
+
+from headattr.store.columns import Role
+from headattr.store.format import SCALAR_CHUNK
+from headattr.store.growing import Filter, Growing
+from headattr.store.view import LayerView
+
+BEST = 8
+"""Rows of a feature that are kept with their strength."""
+BLOCK = 1 << 16
+"""Edges that are read at once."""
+_AT_ONCE = 1 << 23
+"""Postings that are sorted at once."""
+
+
+class Postings(NamedTuple):
+    """Where features are among the strongest."""
+
+    features: NDArray[np.int64]
+    rows: NDArray[np.int64]
+    strengths: NDArray[np.float32]
+
+
+def write_index(view: LayerView, filters: Filter) -> None:
+    """The indexes of a layer whose columns are written."""
+    for role in view.roles:
+        _write_role(view, role, view.group.require_group(f"index/{role.name}"), filters)
+
+
+def _write_role(view: LayerView, role: Role, group: h5py.Group, filters: Filter) -> None:
+    counts = _counts(view, role)
+    present = np.flatnonzero(counts)
+    dtype = np.uint32 if len(view) < 1 << 32 else np.uint64
+    columns: dict[str, Growing] = {}
+
+    def add(name: str, rows: NDArray[Any]) -> None:
+        if name not in columns:
+            columns[name] = Growing(group, name, SCALAR_CHUNK, filters)
+        columns[name].append(rows)
+
+    add("feature", present.astype(np.uint32))
+    for name, found in (("ptr", counts[present]), ("best_ptr", np.minimum(counts[present], BEST))):
+        add(name, np.cumsum(np.concatenate([[0], found]), dtype=np.int64))
+    for first, last in _ranges(counts[present]):
+        low, high = int(present[first]), int(present[last - 1])
+        found = _sorted(_collect(view, role, low, high))
+        new = np.diff(found.features, prepend=-1) != 0
+        add("step", np.where(new, found.rows, np.diff(found.rows, prepend=0)).astype(dtype))
+        top = _best(found)
+        add("best_row", top.rows.astype(dtype))
+        add("best_strength", top.strengths)
+    if not len(present):
+        for name, kind in (("step", dtype), ("best_row", dtype), ("best_strength", np.float32)):
+            add(name, np.empty(0, kind))
+    for column in columns.values():
+        column.finish()
+
+
+def _counts(view: LayerView, role: Role) -> NDArray[np.int64]:
+    """How often each feature is among the strongest."""
+    counts = np.zeros(0, np.int64)
+    for found in _blocks(view, role):
+        here = np.bincount(found.features, minlength=len(counts))
+        here[: len(counts)] += counts
+        counts = here
+    return counts
+
+
+def _blocks(view: LayerView, role: Role) -> Iterator[Postings]:
+    for start in range(0, len(view), BLOCK):
+        rows = slice(start, min(start + BLOCK, len(view)))
+        ids, strengths = view.strongest(role, rows, view.where(rows))
+        some = ids >= 0
+        numbers = np.broadcast_to(np.arange(rows.start, rows.stop)[:, None], ids.shape)
+        yield Postings(ids[some], numbers[some], strengths[some])
+
+
+def _ranges(counts: NDArray[np.int64]) -> Iterator[tuple[int, int]]:
+    """Runs of features with few enough postings, one feature at least."""
+    first = 0
+    ends = np.cumsum(counts)
+    while first < len(counts):
+        before = int(ends[first - 1]) if first else 0
+        last = max(first + 1, int(np.searchsorted(ends, before + _AT_ONCE, "right")))
+        yield first, last
+        first = last
+
+
+def _collect(view: LayerView, role: Role, low: int, high: int) -> Postings:
+    """The postings of features low to high."""
+    parts = []
+    for found in _blocks(view, role):
+        here = (found.features >= low) & (found.features <= high)
+        parts.append(Postings(*(column[here] for column in found)))
+    return Postings(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
+
+
+def _sorted(found: Postings) -> Postings:
+    """By feature, then row."""
+    order = np.argsort(found.features, kind="stable")  # rows are ascending already
+    return Postings(*(column[order] for column in found))
+
+
+def _best(found: Postings) -> Postings:
+    """The strongest rows of each feature, strongest first; of equal ones the earlier row."""
+    order = np.lexsort((-np.abs(found.strengths), found.features))
+    features = found.features[order]
+    begin = np.flatnonzero(np.diff(features, prepend=-1) != 0)
+    rank = np.arange(len(features)) - np.repeat(begin, np.diff(begin, append=len(features)))
+    kept = order[rank < BEST]
+    return Postings(*(column[kept] for column in found))
+
+
+class RoleIndex:
+    """The index of one role of one layer of an open shard."""
+
+    def __init__(self, view: LayerView, role: Role) -> None:
+        """`view`: the layer, written."""
+        self.view, self.role = view, role
+        self.group: Any = view.group[f"index/{role.name}"]
+
+    def _place(self, feature: int) -> tuple[int, int, int]:
+        """Place of the feature, where its postings begin and end; (-1, 0, 0) where it has none."""
+        features = self.group["feature"][:]
+        at = int(np.searchsorted(features, np.uint32(feature)))
+        if at == len(features) or features[at] != feature:
+            return -1, 0, 0
+        start, stop = self.group["ptr"][at : at + 2].tolist()
+        return at, start, stop
+
+    def count(self, feature: int) -> int:
+        """Edges where the feature is among the strongest."""
+        _, start, stop = self._place(feature)
+        return stop - start
+
+    def best(self, feature: int) -> Postings:
+        """Its strongest rows, at most BEST, strongest first."""
+        at, _, _ = self._place(feature)
+        if at < 0:
+            return Postings(*(np.empty(0, t) for t in (np.int64, np.int64, np.float32)))
+        rows = slice(*self.group["best_ptr"][at : at + 2].tolist())
+        found = self.group["best_row"][rows].astype(np.int64)
+        return Postings(np.full(len(found), feature), found, self.group["best_strength"][rows])
+
+    def rows(self, feature: int) -> NDArray[np.int64]:
+        """All its rows, ascending."""
+        _, start, stop = self._place(feature)
+        return np.cumsum(self.group["step"][start:stop], dtype=np.int64)
+
+    def all(self, feature: int) -> Postings:
+        """All its rows with how strong it is in each, ascending."""
+        rows = self.rows(feature)
+        if not len(rows):
+            return Postings(rows, rows, np.empty(0, np.float32))
+        ids, strengths = self.view.strongest(self.role, rows, self.view.where(rows))
+        return Postings(np.full(len(rows), feature), rows, strengths[ids == feature])
