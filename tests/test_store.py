@@ -449,11 +449,11 @@ def test_every_dataset_and_attribute_is_in_format_md(
     text, described = FORMAT.read_text(encoding="utf-8"), described_datasets()
     seen: set[str] = set()
     runs = (finished, capped, stacked, contrasted)
-    for run, name, value in [(run, *item) for run in runs for item in content(run).items()]:
+    for one, name, value in [(one, *item) for one in runs for item in content(one).items()]:
         _, path, *attribute = name.split()
         known = re.sub(r"^layer/\d+/?", "", re.sub(r"^source/\d+", "source/S", path))
         known = re.sub(r"^index/[qkvo]", "index/R", known)
-        if run == contrasted and known in SWAPPED:  # the types are those of the other
+        if one == contrasted and known in SWAPPED:  # the types are those of the other
             seen.add(known)
             known = SWAPPED[known]
         for part in attribute:
