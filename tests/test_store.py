@@ -448,8 +448,8 @@ def test_every_dataset_and_attribute_is_in_format_md(
 ) -> None:
     text, described = FORMAT.read_text(encoding="utf-8"), described_datasets()
     seen: set[str] = set()
-    runs = (finished, capped, stacked, contrasted)
-    for one, name, value in [(one, *item) for one in runs for item in content(one).items()]:
+    runs = {path: content(path) for path in (finished, capped, stacked, contrasted)}
+    for one, name, value in [(path, *item) for path in runs for item in runs[path].items()]:
         _, path, *attribute = name.split()
         known = re.sub(r"^layer/\d+/?", "", re.sub(r"^source/\d+", "source/S", path))
         known = re.sub(r"^index/[qkvo]", "index/R", known)
