@@ -6,7 +6,7 @@ is in `Store.problems`, naming the file.
 
 import json
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +74,20 @@ class Store:
         """Prompts that were not run: {"prompt", "line", "reason"}."""
         later = [entry for shard in self.shards for entry in shard.sidecar["set_aside"]]
         return sorted([*self.manifest["set_aside"], *later], key=lambda entry: entry["prompt"])
+
+    def heads_in(self, layer: int) -> list[int]:
+        """The heads of a layer that were attributed; none of a layer that was not."""
+        plans = [plan for plan in self.manifest["layers"] if plan["layer"] == layer]
+        return plans[0]["heads"] if plans else []
+
+    @contextmanager
+    def tolerating(self, shard: Shard) -> Iterator[None]:
+        """A shard that turns out to be damaged inside is a problem, and passed over."""
+        try:
+            with shard.reading():
+                yield
+        except StoreError as error:
+            self.problems += [str(error)] if str(error) not in self.problems else []
 
     def token_texts(self, prompt: int) -> list[str]:
         """What each position of a prompt shows."""
@@ -175,14 +189,11 @@ class Store:
             every, times = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
             positions = 0
             for shard in self.shards:
-                try:
+                with self.tolerating(shard):
                     present, count, counted = shard.counts(source)
-                except StoreError as error:
-                    self.problems += [str(error)] if str(error) not in self.problems else []
-                    continue
-                every.append(present)
-                times.append(count)
-                positions += counted
+                    every.append(present)
+                    times.append(count)
+                    positions += counted
             features, inverse = np.unique(np.concatenate(every), return_inverse=True)
             total = np.zeros(len(features), np.int64)
             np.add.at(total, inverse, np.concatenate(times))

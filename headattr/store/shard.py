@@ -65,6 +65,10 @@ class Shard:
         """What positions show, on disk."""
         return self.file["prompt/token_text"]
 
+    def has(self, layer: int) -> bool:
+        """A shard none of whose prompts could run has no layers."""
+        return f"layer/{layer}" in self.file
+
     def layer(self, layer: int) -> LayerView:
         """The edges of a layer, kept open."""
         if layer not in self._layers:

@@ -10,9 +10,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from headattr.edges import token_filter
 from headattr.store.coding import decode_slots, falling_values
 from headattr.store.columns import Column, Role, edge_columns, ov_columns, roles
 from headattr.store.format import split_keys
+
+_CONTIGUOUS = 1 << 12
+"""Rows that are read together of a dataset without chunks."""
 
 Rows = slice | NDArray[np.integer] | int
 """Some edges of a layer; an array is ascending, without repetitions."""
@@ -58,6 +62,16 @@ class SourceView:
         """The ids of all lists, in memory."""
         return self.feature[:].astype(np.int64)
 
+    def positions(self, feature: int) -> NDArray[np.int64]:
+        """The positions of the shard where a feature is active, ascending."""
+        inverse = self.group["inverse"]
+        features = inverse["feature"][:]
+        at = int(np.searchsorted(features, np.uint32(feature)))
+        if at == len(features) or features[at] != feature:
+            return np.empty(0, np.int64)
+        start, stop = inverse["ptr"][at : at + 2]
+        return inverse["position"][start:stop].astype(np.int64)
+
     def ids(self, slots: NDArray[np.int64], at: NDArray[np.int64]) -> NDArray[np.int64]:
         """Features of slots [row, n] in the lists of positions [row]; -1 stays."""
         if not len(self.features):
@@ -75,6 +89,7 @@ class LayerView:
         self.group: Any = file[f"layer/{layer}"]
         self._datasets: dict[str, Any] = {}
         self._sources: dict[int, SourceView] = {}
+        self._matched = "", np.empty(0, bool)
 
     @cached_property
     def attrs(self) -> dict[str, Any]:
@@ -148,19 +163,40 @@ class LayerView:
             self._sources[index] = SourceView(self.file, index)
         return self._sources[index]
 
+    def matching(self, text: str) -> NDArray[np.bool_]:
+        """Which positions of the shard have a token that a token filter means; the last is kept."""
+        if self._matched[0] != text:
+            shown = [token.decode() for token in self.file["prompt/token_text"][:]]
+            self._matched = text, token_filter(text, shown)
+        return self._matched[1]
+
     def where(self, rows: slice | NDArray[np.integer]) -> Where:
         """Which edges these are."""
-        q_pos, k_pos = split_keys(self.dataset("key")[rows])
+        q_pos, k_pos = split_keys(self.take("key", rows))
         numbers = np.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows
         group = np.searchsorted(self.group_ptr, numbers, "right") - 1
         prompt, head = np.divmod(group, len(self.heads))
         return Where(prompt, head, q_pos, k_pos, self.prompt_ptr[prompt])
 
+    def take(self, name: str, rows: Rows) -> Any:
+        """Some rows of a dataset as stored. Scattered rows are picked out of whole chunks, which
+        are decompressed anyway."""
+        dataset = self.dataset(name)
+        if not isinstance(rows, np.ndarray):
+            return dataset[rows]
+        size = dataset.chunks[0] if dataset.chunks else _CONTIGUOUS
+        chunks, begin = np.unique(rows // size, return_index=True)
+        parts = [
+            dataset[chunk * size : (chunk + 1) * size][some - chunk * size]
+            for chunk, some in zip(chunks.tolist(), np.split(rows, begin[1:]), strict=True)
+        ]
+        return np.concatenate(parts) if parts else dataset[:0]
+
     def read(self, column: Column, rows: Rows) -> Any:
         """Some rows of a column: floats, or slots with -1 for none."""
-        found = self.dataset(column.dataset)[rows]
+        found = self.take(column.dataset, rows)
         if column.kind == "falling":
-            return falling_values(np.asarray(self.dataset(column.first.dataset)[rows]), found)
+            return falling_values(np.asarray(self.take(column.first.dataset, rows)), found)
         return decode_slots(found) if column.kind in ("q", "k", "o", "part") else found
 
     def ids(self, column: Column, rows: slice | NDArray[np.integer], where: Where) -> Any:

@@ -32,6 +32,7 @@ from headattr.store.format import (
 from headattr.store.growing import Filter, Growing
 from headattr.store.index import write_index
 from headattr.store.sources import ActiveLists, SourceWriter
+from headattr.store.tallies import write_tallies
 from headattr.store.view import LayerView
 from headattr.tables import EdgePart, LayerFacts
 
@@ -175,7 +176,9 @@ class ShardWriter:
             source.finish()
         edges = sum(layer.finish() for layer in self.layers.values())
         for layer in self.layers:
-            write_index(LayerView(self.file, layer), self.filters)
+            view = LayerView(self.file, layer)
+            write_index(view, self.filters)
+            write_tallies(view, self.filters)
         return edges
 
 

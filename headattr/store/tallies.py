@@ -1,0 +1,181 @@
+"""What a head's pairs come to: written with a shard, added up over shards when asked.
+
+Of every head the pairs with the largest sum of sizes and those that are kept by the most edges;
+beside them, the most that a pair which is left out can have.
+"""
+
+from collections.abc import Iterator
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headattr.store.format import SCALAR_CHUNK
+from headattr.store.growing import Filter, Growing
+from headattr.store.index import BLOCK
+from headattr.store.view import LayerView
+
+KEPT = 256
+"""Pairs of a head that are kept by either order."""
+_AT_WORK = 1 << 20
+"""Pairs of a head that are counted at once; beyond it the weakest are let go."""
+
+Table = Literal["qk", "ov"]
+
+
+class Tally(NamedTuple):
+    """Sums over the edges of a head; columns by pair, in the order of their ids."""
+
+    left: NDArray[np.int64]
+    """Query (value) feature."""
+    right: NDArray[np.int64]
+    """Key (output) feature."""
+    count: NDArray[np.int64]
+    """Edges that keep the pair."""
+    total: NDArray[np.float64]
+    """Sum of its values there."""
+    size: NDArray[np.float64]
+    """Sum of the sizes of its values."""
+    missed_count: int
+    """A pair that is not here is kept by at most so many edges."""
+    missed_size: float
+    """And has at most this sum of sizes."""
+
+
+EMPTY = Tally(*(np.empty(0, np.int64),) * 3, *(np.empty(0, np.float64),) * 2, 0, 0.0)
+
+
+def write_tallies(view: LayerView, filters: Filter) -> None:
+    """The tallies of a layer whose columns are written."""
+    for table in ("qk", "ov") if view.output is not None else ("qk",):
+        group = view.group.require_group(f"tally/{table}")
+        found = [_cut(_of_head(view, head, table), KEPT) for head in range(len(view.heads))]
+        ptr = np.cumsum([0, *(len(tally.left) for tally in found)], dtype=np.int64)
+        types = {"left": np.uint32, "right": np.uint32, "count": np.uint32}
+        for name in ("left", "right", "count", "total", "size"):
+            column = Growing(group, name, SCALAR_CHUNK, filters)
+            rows = np.concatenate([np.empty(0), *(getattr(tally, name) for tally in found)])
+            column.append(rows.astype(types.get(name, np.float64)))
+            column.finish()
+        group["ptr"] = ptr
+        group["missed_count"] = np.array([tally.missed_count for tally in found], np.int64)
+        group["missed_size"] = np.array([tally.missed_size for tally in found], np.float64)
+
+
+def read_tally(view: LayerView, head: int, table: Table) -> Tally:
+    """The tally of the head at this place of the layer's heads."""
+    group: Any = view.group[f"tally/{table}"]
+    start, stop = group["ptr"][head : head + 2].tolist()
+    columns = [group[name][start:stop] for name in ("left", "right", "count", "total", "size")]
+    types = (np.int64,) * 3 + (np.float64,) * 2
+    return Tally(
+        *(column.astype(dtype) for column, dtype in zip(columns, types, strict=True)),
+        int(group["missed_count"][head]),
+        float(group["missed_size"][head]),
+    )
+
+
+def add(tallies: list[Tally]) -> tuple[Tally, NDArray[np.int64], NDArray[np.float64]]:
+    """Tallies as one, and how much more each of its pairs may have: of edges, of size.
+
+    `count`, `total` and `size` are what is known of a pair; a tally that lacks it may have up to
+    `missed_count` edges and `missed_size` of it more. What the sum lacks altogether has at most
+    its own `missed_count` and `missed_size`.
+    """
+    missed = np.array([tally.missed_count for tally in tallies], np.int64)
+    missed_size = np.array([tally.missed_size for tally in tallies], np.float64)
+    whole, known = _joined(tallies, which=True)
+    n = len(whole.left)
+    seen, size_seen = np.zeros(n, np.int64), np.zeros(n, np.float64)
+    for number, places in enumerate(known):
+        seen[places] += missed[number]
+        size_seen[places] += missed_size[number]
+    return (
+        whole._replace(missed_count=int(missed.sum()), missed_size=float(missed_size.sum())),
+        missed.sum() - seen,
+        missed_size.sum() - size_seen,
+    )
+
+
+def _of_head(view: LayerView, head: int, table: Table) -> Tally:
+    found = EMPTY
+    for rows in _rows_of(view, head):
+        found = _joined([found, _of_rows(view, rows, table)])[0]
+        if len(found.left) > _AT_WORK:
+            found = _cut(found, _AT_WORK // 4)
+    return found
+
+
+def _rows_of(view: LayerView, head: int) -> Iterator[NDArray[np.int64]]:
+    """The rows of one head, some prompts or part of one at a time."""
+    starts = view.group_ptr[head :: len(view.heads)][: len(view.prompt_ptr) - 1]
+    stops = view.group_ptr[head + 1 :: len(view.heads)][: len(starts)]
+    held: list[NDArray[np.int64]] = []
+    for start, stop in zip(starts.tolist(), stops.tolist(), strict=True):
+        for first in range(start, stop, BLOCK):
+            held.append(np.arange(first, min(first + BLOCK, stop)))
+            if sum(map(len, held)) >= BLOCK:
+                yield np.concatenate(held)
+                held = []
+    if held:
+        yield np.concatenate(held)
+
+
+def _of_rows(view: LayerView, rows: NDArray[np.int64], table: Table) -> Tally:
+    columns = view.edge_columns if table == "qk" else view.ov_columns
+    names = ("q_slots", "k_slots") if table == "qk" else ("v_slots", "o_slots")
+    where = view.where(rows)
+    left, right = (view.ids(columns[name], rows, where) for name in names)
+    some = left >= 0
+    values = view.read(columns["values"], rows)[some].astype(np.float64)
+    ones = np.ones(len(values), np.int64)
+    return _summed(left[some], right[some], ones, values, np.abs(values), 0, 0.0)
+
+
+def _joined(tallies: list[Tally], *, which: bool = False) -> tuple[Tally, list[Any]]:
+    """Several as one; with `which` the places of each one's pairs in it."""
+    columns = [np.concatenate(parts) for parts in zip(*(t[:5] for t in tallies), strict=True)]
+    missed = sum(t.missed_count for t in tallies), sum(t.missed_size for t in tallies)
+    whole = _summed(*columns, *missed)
+    if not which:
+        return whole, []
+    code = whole.left << 32 | whole.right
+    return whole, [np.searchsorted(code, t.left << 32 | t.right) for t in tallies]
+
+
+def _summed(
+    left: NDArray[np.int64],
+    right: NDArray[np.int64],
+    count: NDArray[np.int64],
+    total: NDArray[np.float64],
+    size: NDArray[np.float64],
+    missed_count: int,
+    missed_size: float,
+) -> Tally:
+    """Rows of one pair added up."""
+    code = left << 32 | right
+    order = np.argsort(code, kind="stable")
+    code = code[order]
+    begin = np.flatnonzero(np.diff(code, prepend=-1) != 0)
+    if not len(begin):
+        return EMPTY._replace(missed_count=missed_count, missed_size=missed_size)
+    sums = [np.add.reduceat(column[order], begin) for column in (count, total, size)]
+    code = code[begin]
+    return Tally(code >> 32, code & 0xFFFFFFFF, *sums, missed_count, missed_size)
+
+
+def _cut(tally: Tally, most: int) -> Tally:
+    """Only the pairs that are among the first `most` by size or by count."""
+    if len(tally.left) <= most:
+        return tally
+    kept = np.zeros(len(tally.left), bool)
+    for column in (tally.size, tally.count):
+        kept[np.argsort(-column, kind="stable")[:most]] = True
+    if kept.all():
+        return tally
+    rest_count, rest_size = int(tally.count[~kept].max()), float(tally.size[~kept].max())
+    return Tally(
+        *(column[kept] for column in tally[:5]),
+        tally.missed_count + rest_count,
+        tally.missed_size + rest_size,
+    )
