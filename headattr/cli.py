@@ -7,6 +7,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from headattr.arguments import merge_repeats, parse
+from headattr.asking import (
+    QueryDiff,
+    QueryFeature,
+    QueryHead,
+    QueryPair,
+    QueryPrompt,
+    QueryRow,
+    QuerySpan,
+)
 from headattr.commands import (
     Check,
     Demo,
@@ -29,6 +38,13 @@ COMMANDS: dict[str, type[Any]] = {
     "estimate": Estimate,
     "evaluate": Evaluate,
     "query edge": QueryEdge,
+    "query row": QueryRow,
+    "query span": QuerySpan,
+    "query prompt": QueryPrompt,
+    "query feature": QueryFeature,
+    "query pair": QueryPair,
+    "query head": QueryHead,
+    "query diff": QueryDiff,
     "check": Check,
     "models": Models,
     "dictionaries list": DictionariesList,
@@ -148,6 +164,18 @@ def _query_edge(command: QueryEdge) -> int:
     return 0
 
 
+def _ask(command: Any) -> int:
+    from headattr.answering import ANSWERS
+    from headattr.store.reader import open_store
+
+    ask, render = ANSWERS[type(command)]
+    with open_store(command.store) as store:
+        answer = ask(store, command)
+        _warn(store.problems)
+    _print(answer, command.json, render)
+    return 0
+
+
 def _check(command: Check) -> int:
     from headattr.store.check import check_store, render_check
     from headattr.store.reader import open_store
@@ -203,6 +231,9 @@ _RUN: dict[type[Any], Callable[[Any], int]] = {
     RunConfig: _run,
     Estimate: _estimate,
     QueryEdge: _query_edge,
+    **dict.fromkeys(
+        (QueryRow, QuerySpan, QueryPrompt, QueryFeature, QueryPair, QueryHead, QueryDiff), _ask
+    ),
     Check: _check,
     Models: _models,
     DictionariesList: _dictionaries_list,

@@ -5,13 +5,19 @@ computed yet.
 """
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from headattr.edges import Edge, HeadId, parse_head
 from headattr.store.reader import Store
 from headattr.store.rows import EdgeRow, OvRow
+
+
+_REMEMBERED = 1 << 16
+"""Features of a source whose label and density are remembered."""
 
 
 class SourceNames(NamedTuple):
@@ -40,8 +46,8 @@ def edge(store: Store, prompt: int, edge: Edge) -> dict[str, Any]:
     return edge_answer(
         row,
         prompt,
-        basis=_names(store, plan["basis"]),
-        output=None if output is None else _names(store, output),
+        basis=names_of(store, plan["basis"]),
+        output=None if output is None else names_of(store, output),
         read=plan["read"],
         ov_reason=plan["ov_reason"],
         notes=store.manifest["model"]["notes"],
@@ -68,8 +74,8 @@ def edge_answer(
 ) -> dict[str, Any]:
     """The answer for one edge, from its row and the names of its features; `notes`: what was
     converted or assumed about the model."""
-    q_features = [_feature(basis, int(f), row.tokens[0]) for f in row.q_active.features]
-    k_features = [_feature(basis, int(f), row.tokens[1]) for f in row.k_active.features]
+    q_features = [feature_shape(basis, int(f), row.tokens[0]) for f in row.q_active.features]
+    k_features = [feature_shape(basis, int(f), row.tokens[1]) for f in row.k_active.features]
     pairs = [
         {
             "q_feature": q_features[q],
@@ -162,7 +168,7 @@ def _ov_answer(
     row: EdgeRow, ov: OvRow, k_features: list[dict[str, Any]], output: SourceNames, read: str | None
 ) -> dict[str, Any]:
     def o_feature(slot: int) -> dict[str, Any]:
-        return _feature(
+        return feature_shape(
             output, slot if row.o_active is None else int(row.o_active.features[slot]), None
         )
 
@@ -198,7 +204,8 @@ def _ov_answer(
     }
 
 
-def _feature(names: SourceNames, kept: int, token: str | None) -> dict[str, Any]:
+def feature_shape(names: SourceNames, kept: int, token: str | None = None) -> dict[str, Any]:
+    """A feature, by its id in the store, as every answer has it."""
     feature = kept + names.first
     label = names.label(feature)
     if label is None and names.kind == "token":
@@ -222,13 +229,19 @@ def _origin(names: SourceNames, feature: int) -> dict[str, int | None]:
     return {"layer": None}
 
 
-def _names(store: Store, source: int) -> SourceNames:
-    entry = store.manifest["sources"][source]
-    return source_names(
-        entry,
-        lambda feature: store.label(source, feature),
-        lambda feature: None if entry["kind"] == "unembed" else store.density(source, feature),
-    )
+def names_of(store: Store, source: int) -> SourceNames:
+    """How the features of one of a store's sources are named."""
+    if source not in store.named:
+        entry = store.manifest["sources"][source]
+        counted = entry["kind"] != "unembed"
+        store.named[source] = source_names(
+            entry,
+            lru_cache(_REMEMBERED)(lambda feature: store.label(source, feature)),
+            lru_cache(_REMEMBERED)(
+                lambda feature: store.density(source, feature) if counted else None
+            ),
+        )
+    return store.named[source]
 
 
 def source_names(
@@ -251,23 +264,26 @@ def head_shares(store: Store) -> dict[HeadId, dict[str, float]]:
     {"feature_share": 1 - sum (s - T_ff)^2 / sum s^2, "feature_share_centred": the same with row
     means removed, "sink_share": mean pattern mass on positions that swallow attention}.
     """
-    answer: dict[HeadId, dict[str, float]] = {}
-    for plan in store.manifest["layers"]:
-        base = f"layer/{plan['layer']}"
-        shards = [shard for shard in store.shards if base in shard.file]
-        if not shards:
-            continue
-        sums = np.sum([shard.file[f"{base}/share_sums"][:].sum(0) for shard in shards], 0)
-        sinks = np.concatenate([shard.file[f"{base}/sink_share"][:] for shard in shards]).mean(0)
-        for head, (s2, rest, s2_centred, rest_centred), sink in zip(
-            plan["heads"], sums, sinks, strict=True
-        ):
-            answer[HeadId(plan["layer"], head)] = {
-                "feature_share": share_of(s2, rest),
-                "feature_share_centred": share_of(s2_centred, rest_centred),
-                "sink_share": float(sink),
-            }
-    return answer
+    sums: dict[HeadId, NDArray[np.float64]] = {}
+    for shard in store.shards:
+        with store.tolerating(shard):
+            for plan in store.manifest["layers"]:
+                if shard.has(plan["layer"]):
+                    view = shard.layer(plan["layer"])
+                    shares, sinks = view.dataset("share_sums")[:], view.dataset("sink_share")[:]
+                    for place, head in enumerate(plan["heads"]):
+                        mass = sinks[:, place].astype(np.float64).sum()
+                        here = [*shares[:, place].sum(0), mass, len(sinks)]
+                        name = HeadId(plan["layer"], head)
+                        sums[name] = sums.get(name, 0.0) + np.array(here)
+    return {
+        head: {
+            "feature_share": share_of(s2, rest),
+            "feature_share_centred": share_of(s2_centred, rest_centred),
+            "sink_share": float(mass / positions) if positions else 0.0,
+        }
+        for head, (s2, rest, s2_centred, rest_centred, mass, positions) in sums.items()
+    }
 
 
 def share_of(whole: float, rest: float) -> float:

@@ -118,9 +118,17 @@ def _of_feature(shard: Shard, view: LayerView, feature: int, name: str) -> _Foun
     index = RoleIndex(view, role)
     best, count = index.best(feature), index.count(feature)
     bound = float(np.abs(best.strengths[-1])) if count > len(best.rows) else -1.0
-    return _Found(
-        shard, view, best.rows, best.strengths, bound, count, lambda: index.all(feature)
-    )
+    return _Found(shard, view, best.rows, best.strengths, bound, count, lambda: index.all(feature))
+
+
+class HeadSums(NamedTuple):
+    """What a pair comes to in one head."""
+
+    head: HeadId
+    edges: int
+    """Edges that keep it."""
+    total: float
+    """Sum of its values there."""
 
 
 def pair_page(
@@ -132,9 +140,9 @@ def pair_page(
     chosen: EdgeFilter,
     start: int = 0,
     count: int = 20,
-) -> Page:
+) -> tuple[Page, list[HeadSums]]:
     """Edges that keep a pair (query by key feature, or value by output feature; ids in the store),
-    strongest first by |value|. `source`: the basis."""
+    strongest first by |value|, and what it comes to by head. `source`: the basis."""
     heads = chosen.heads_of(store.heads)
     found: list[_Found] = []
     for shard in store.shards:
@@ -147,7 +155,22 @@ def pair_page(
                     one = _Found(shard, view, rows, values, -1.0, len(rows), lambda p=none: p)
                     one.keep(chosen, heads)
                     found.append(one)
-    return _page(found, chosen, heads, start, count)
+    return _page(found, chosen, heads, start, count), _by_head(found)
+
+
+def _by_head(found: list[_Found]) -> list[HeadSums]:
+    """Heads by the size of the sum, largest first."""
+    sums: dict[HeadId, tuple[int, float]] = {}
+    for one in found:
+        places = one.view.where(one.rows).head
+        totals = np.bincount(places, one.strengths, len(one.view.heads))
+        for place, edges in enumerate(np.bincount(places, minlength=len(totals)).tolist()):
+            head = HeadId(one.view.layer, one.view.heads[place])
+            before = sums.get(head, (0, 0.0))
+            if edges:
+                sums[head] = before[0] + edges, before[1] + float(totals[place])
+    listed = [HeadSums(head, *found) for head, found in sums.items()]
+    return sorted(listed, key=lambda one: (-abs(one.total), one.head))
 
 
 def pair_rows(

@@ -38,6 +38,8 @@ class Store:
         self.manifest = read_manifest(self.path)
         self.problems: list[str] = []
         self.shards: list[Shard] = []
+        self.named: dict[int, Any] = {}
+        """What `query.names_of` remembers of each source."""
         self._where: dict[int, Shard] = {}
         self._labels: dict[int, list[str]] = {}
         self._counted: dict[int, tuple[NDArray[np.int64], NDArray[np.int64], int]] = {}
@@ -101,13 +103,33 @@ class Store:
             shard, start, stop = self._span(prompt)
             return shard.file["prompt/token"][start:stop].tolist()
 
+    def facts(self, prompt: int) -> dict[str, Any]:
+        """{"text" (None for one given as tokens), "truncated", "extra"} of a prompt."""
+        with self._reading(prompt):
+            shard = self._span(prompt)[0]
+            at, group = shard.ids.index(prompt), shard.file["prompt"]
+            text = group["text"][at].decode()
+            return {
+                "text": text or None,
+                "truncated": bool(group["truncated"][at]),
+                "extra": json.loads(group["extra"][at].decode()),
+            }
+
+    def sink_share(self, prompt: int, head: HeadId, q_pos: int) -> float:
+        """Pattern mass that a query gives to positions that swallow attention."""
+        with self._reading(prompt):
+            shard, start, _ = self._span(prompt)
+            view = shard.layer(head.layer)
+            place = view.heads.index(head.head)
+            return float(view.dataset("sink_share")[start + q_pos, place])
+
     def edges(self, prompt: int, head: HeadId | str) -> dict[str, NDArray[Any]]:
         """Columns of a head's edges in one prompt: q_pos, k_pos, score, pattern, completeness,
         feature_share."""
         head = parse_head(head)
         names = ("score", "pattern", "completeness", "feature_share")
         with self._reading(prompt):
-            shard, start, stop = self._group(prompt, head)
+            shard, start, stop = self.group(prompt, head)
             view = shard.layer(head.layer)
             q_pos, k_pos = split_keys(view.dataset("key")[start:stop])
             return {"q_pos": q_pos, "k_pos": k_pos} | {
@@ -130,10 +152,10 @@ class Store:
 
     def _find(self, prompt: int, edge: Edge) -> EdgeRow | None:
         shard, begin, end = self._span(prompt)
-        window = self._plan(HeadId(edge.layer, edge.head))["window"]
+        window = self.plan(HeadId(edge.layer, edge.head))["window"]
         if problem := position_problem(edge.q_pos, edge.k_pos, end - begin, window):
             raise UsageError(f"prompt {prompt}: {problem}")
-        start, stop = self._group(prompt, HeadId(edge.layer, edge.head))[1:]
+        start, stop = self.group(prompt, HeadId(edge.layer, edge.head))[1:]
         keys = shard.layer(edge.layer).dataset("key")
         if stop > start:
             wanted = make_keys(np.array([edge.q_pos]), np.array([edge.k_pos]), keys.dtype)[0]
@@ -229,13 +251,16 @@ class Store:
         at = shard.ids.index(prompt)
         return shard, int(shard.ptr[at]), int(shard.ptr[at + 1])
 
-    def _group(self, prompt: int, head: HeadId) -> tuple[Shard, int, int]:
-        shard, plan = self._span(prompt)[0], self._plan(head)
+    def group(self, prompt: int, head: HeadId) -> tuple[Shard, int, int]:
+        """The shard of a prompt, and which rows of the layer are a head's edges in it."""
+        shard, plan = self._span(prompt)[0], self.plan(head)
         group = shard.ids.index(prompt) * len(plan["heads"]) + plan["heads"].index(head.head)
         start, stop = shard.layer(head.layer).group_ptr[group : group + 2]
         return shard, int(start), int(stop)
 
-    def _plan(self, head: HeadId) -> dict[str, Any]:
+    def plan(self, head: HeadId) -> dict[str, Any]:
+        """What the manifest says of a head's layer; raises UsageError for a head that is not
+        there."""
         plan = next((p for p in self.manifest["layers"] if p["layer"] == head.layer), None)
         if plan is None or head.head not in plan["heads"]:
             raise UsageError(

@@ -47,6 +47,13 @@ EMPTY = Tally(*(np.empty(0, np.int64),) * 3, *(np.empty(0, np.float64),) * 2, 0,
 
 def write_tallies(view: LayerView, filters: Filter) -> None:
     """The tallies of a layer whose columns are written."""
+    sizes = [0.0] * len(view.heads)
+    for start in range(0, len(view), BLOCK):
+        rows = slice(start, min(start + BLOCK, len(view)))
+        score = np.abs(view.take("score", rows).astype(np.float64))
+        for head, size in enumerate(np.bincount(view.where(rows).head, score, len(sizes))):
+            sizes[head] += float(size)
+    view.group.require_group("tally")["score_size"] = np.array(sizes)
     for table in ("qk", "ov") if view.output is not None else ("qk",):
         group = view.group.require_group(f"tally/{table}")
         found = [_cut(_of_head(view, head, table), KEPT) for head in range(len(view.heads))]
@@ -100,7 +107,7 @@ def add(tallies: list[Tally]) -> tuple[Tally, NDArray[np.int64], NDArray[np.floa
 def _of_head(view: LayerView, head: int, table: Table) -> Tally:
     found = EMPTY
     for rows in _rows_of(view, head):
-        found = _joined([found, _of_rows(view, rows, table)])[0]
+        found = _joined([found, tally_of(view, rows, table)])[0]
         if len(found.left) > _AT_WORK:
             found = _cut(found, _AT_WORK // 4)
     return found
@@ -121,7 +128,8 @@ def _rows_of(view: LayerView, head: int) -> Iterator[NDArray[np.int64]]:
         yield np.concatenate(held)
 
 
-def _of_rows(view: LayerView, rows: NDArray[np.int64], table: Table) -> Tally:
+def tally_of(view: LayerView, rows: NDArray[np.int64], table: Table) -> Tally:
+    """The tally of some ascending rows, complete."""
     columns = view.edge_columns if table == "qk" else view.ov_columns
     names = ("q_slots", "k_slots") if table == "qk" else ("v_slots", "o_slots")
     where = view.where(rows)
