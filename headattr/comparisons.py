@@ -81,7 +81,7 @@ def _pairs(
         {
             keys[0]: feature_shape(names[0], int(tally.left[i])),
             keys[1]: feature_shape(names[1], int(tally.right[i])),
-            "edges": int(tally.count[i]),
+            "edges": int(tally.edges[i]),
             "sum": float(tally.total[i]),
         }
         for i in np.argsort(-tally.size, kind="stable")[:count].tolist()

@@ -15,7 +15,6 @@ from headattr.edges import Edge, HeadId, parse_head
 from headattr.store.reader import Store
 from headattr.store.rows import EdgeRow, OvRow
 
-
 _REMEMBERED = 1 << 16
 """Features of a source whose label and density are remembered."""
 

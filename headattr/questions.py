@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from headattr.edges import Edge, HeadId, parse_head
 from headattr.errors import StoreError, UsageError
 from headattr.query import SourceNames, feature_shape, head_shares, names_of
+from headattr.store.columns import RoleName
 from headattr.store.filters import EdgeFilter
 from headattr.store.lookup import Hits, Page, feature_page, layers_of, pair_page
 from headattr.store.reader import Store
@@ -20,6 +21,7 @@ from headattr.store.tallies import Table, Tally, add, read_tally
 
 Role = Literal["query", "key", "value", "output"]
 ROLES: tuple[Role, ...] = ("query", "key", "value", "output")
+_SHORT: dict[Role, RoleName] = {"query": "q", "key": "k", "value": "v", "output": "o"}
 _STRENGTH = {"query": "marginal", "key": "marginal", "value": "norm", "output": "read"}
 
 
@@ -37,16 +39,17 @@ def feature(
 
     {"feature", "roles": [{"role", "strength_is", "edges", "start", "hits": [...]}], "problems"};
     `edges` is how many there are, null where a filter left them uncounted. `source` is the name or
-    index of the dictionary, needed where a store has several. Raises UsageError for a feature or source that
-    does not exist.
+    index of the dictionary, needed where a store has several. Raises UsageError for a feature or
+    source that does not exist.
     """
     index, names = _source(store, source, feature)
     kept = feature - names.first
     answers = []
     for one in ROLES if role is None else (role,):
-        if not layers_of(store, index, one[0]):
+        short, filtered = _SHORT[one], chosen or EdgeFilter()
+        if not layers_of(store, index, short):
             continue
-        page = feature_page(store, index, kept, one[0], chosen or EdgeFilter(), start, count)
+        page = feature_page(store, index, kept, short, filtered, start, count)
         by_contrast = store.manifest["config"]["rank"] == "contrast" and one in ("query", "key")
         answers.append(
             {
@@ -173,17 +176,17 @@ def _tallied(
             {
                 keys[0]: feature_shape(names[0], int(whole.left[i])),
                 keys[1]: feature_shape(names[1], int(whole.right[i])),
-                "edges": int(whole.count[i]),
-                "edges_at_most": int(whole.count[i] + more[i]),
+                "edges": int(whole.edges[i]),
+                "edges_at_most": int(whole.edges[i] + more[i]),
                 "sum": float(whole.total[i]),
                 "sum_at_most": float(whole.size[i] + more_size[i]),
-                "mean": float(whole.total[i] / whole.count[i]),
+                "mean": float(whole.total[i] / whole.edges[i]),
                 "share": float(whole.total[i] / size) if size else None,
             }
             for i in np.argsort(-by, kind="stable")[:count].tolist()
         ]
 
-    return {"strongest": listed(whole.size), "frequent": listed(whole.count)}
+    return {"strongest": listed(whole.size), "frequent": listed(whole.edges)}
 
 
 def row(store: Store, prompt: int, head: str | HeadId, q_pos: int) -> dict[str, Any]:

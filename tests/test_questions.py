@@ -252,7 +252,7 @@ def test_tallies_that_were_cut_say_what_a_pair_may_have_beyond_them(
         values = generator.standard_normal(400)
         for pair in zip(left.tolist(), right.tolist(), values.tolist(), strict=True):
             wanted[pair[:2]].append(pair[2])
-        whole = tallies._summed(left, right, np.ones(400, int), values, np.abs(values), 0, 0.0)
+        whole = tallies._summed([left, right, np.ones(400, int), values, np.abs(values)], 0, 0.0)
         parts.append(tallies._cut(whole, 25))
     added, more, more_size = add(parts)
     known = set(zip(added.left.tolist(), added.right.tolist(), strict=True))
@@ -260,7 +260,7 @@ def test_tallies_that_were_cut_say_what_a_pair_may_have_beyond_them(
     assert (more > 0).any()
     for i, pair in enumerate(zip(added.left.tolist(), added.right.tolist(), strict=True)):
         count, size = len(wanted[pair]), sum(map(abs, wanted[pair]))
-        assert added.count[i] <= count <= added.count[i] + more[i]
+        assert added.edges[i] <= count <= added.edges[i] + more[i]
         assert added.size[i] - 1e-9 <= size <= added.size[i] + more_size[i] + 1e-9
     for pair in wanted.keys() - known:
         assert len(wanted[pair]) <= added.missed_count

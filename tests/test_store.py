@@ -453,6 +453,7 @@ def test_every_dataset_and_attribute_is_in_format_md(
         _, path, *attribute = name.split()
         known = re.sub(r"^layer/\d+/?", "", re.sub(r"^source/\d+", "source/S", path))
         known = re.sub(r"^index/[qkvo]", "index/R", known)
+        known = re.sub(r"^tally/(qk|ov)", "tally/T", known)
         if one == contrasted and known in SWAPPED:  # the types are those of the other
             seen.add(known)
             known = SWAPPED[known]

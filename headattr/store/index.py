@@ -31,6 +31,10 @@ class Postings(NamedTuple):
     rows: NDArray[np.int64]
     strengths: NDArray[np.float32]
 
+    def at(self, places: NDArray[Any]) -> "Postings":
+        """Some of them."""
+        return Postings(self.features[places], self.rows[places], self.strengths[places])
+
 
 def write_index(view: LayerView, filters: Filter) -> None:
     """The indexes of a layer whose columns are written."""
@@ -101,15 +105,18 @@ def _collect(view: LayerView, role: Role, low: int, high: int) -> Postings:
     """The postings of features low to high."""
     parts = []
     for found in _blocks(view, role):
-        here = (found.features >= low) & (found.features <= high)
-        parts.append(Postings(*(column[here] for column in found)))
-    return Postings(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
+        parts.append(found.at((found.features >= low) & (found.features <= high)))
+    return Postings(
+        np.concatenate([part.features for part in parts]),
+        np.concatenate([part.rows for part in parts]),
+        np.concatenate([part.strengths for part in parts]),
+    )
 
 
 def _sorted(found: Postings) -> Postings:
     """By feature, then row."""
     order = np.argsort(found.features, kind="stable")  # rows are ascending already
-    return Postings(*(column[order] for column in found))
+    return found.at(order)
 
 
 def _best(found: Postings) -> Postings:
@@ -119,7 +126,7 @@ def _best(found: Postings) -> Postings:
     begin = np.flatnonzero(np.diff(features, prepend=-1) != 0)
     rank = np.arange(len(features)) - np.repeat(begin, np.diff(begin, append=len(features)))
     kept = order[rank < BEST]
-    return Postings(*(column[kept] for column in found))
+    return found.at(kept)
 
 
 class RoleIndex:
@@ -148,7 +155,8 @@ class RoleIndex:
         """Its strongest rows, at most BEST, strongest first."""
         at, _, _ = self._place(feature)
         if at < 0:
-            return Postings(*(np.empty(0, t) for t in (np.int64, np.int64, np.float32)))
+            none = np.empty(0, np.int64)
+            return Postings(none, none, np.empty(0, np.float32))
         rows = slice(*self.group["best_ptr"][at : at + 2].tolist())
         found = self.group["best_row"][rows].astype(np.int64)
         return Postings(np.full(len(found), feature), found, self.group["best_strength"][rows])

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headattr.edges import HeadId
-from headattr.store.columns import Role
+from headattr.store.columns import Role, RoleName
 from headattr.store.filters import EdgeFilter
 from headattr.store.index import BLOCK, Postings, RoleIndex
 from headattr.store.reader import Store
@@ -76,7 +76,7 @@ class _Found:
         self.keep(chosen, heads)
 
 
-def layers_of(store: Store, source: int, role: str) -> list[int]:
+def layers_of(store: Store, source: int, role: RoleName) -> list[int]:
     """Layers where features of a source can have a role."""
     key = "output" if role == "o" else "basis"
     return [
@@ -90,7 +90,7 @@ def feature_page(
     store: Store,
     source: int,
     feature: int,
-    role: Literal["q", "k", "v", "o"],
+    role: RoleName,
     chosen: EdgeFilter,
     start: int = 0,
     count: int = 20,
@@ -261,8 +261,10 @@ def _hits(found: list[_Found], which: NDArray[np.int64], rows: NDArray[np.int64]
                 columns[name] = np.empty(len(rows), column.dtype)
             columns[name][places] = column
     if not columns:
-        empty = {"strength": np.float32, "score": np.float32, "pattern": np.float32}
-        return Hits(*(np.empty(0, empty.get(name, np.int64)) for name in Hits._fields))
+        floats = ("strength", "score", "pattern")
+        columns = {
+            name: np.empty(0, np.float32 if name in floats else np.int64) for name in Hits._fields
+        }
     return Hits(**columns)
 
 

@@ -4,7 +4,7 @@ Of every head the pairs with the largest sum of sizes and those that are kept by
 beside them, the most that a pair which is left out can have.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -30,7 +30,7 @@ class Tally(NamedTuple):
     """Query (value) feature."""
     right: NDArray[np.int64]
     """Key (output) feature."""
-    count: NDArray[np.int64]
+    edges: NDArray[np.int64]
     """Edges that keep the pair."""
     total: NDArray[np.float64]
     """Sum of its values there."""
@@ -42,7 +42,12 @@ class Tally(NamedTuple):
     """And has at most this sum of sizes."""
 
 
-EMPTY = Tally(*(np.empty(0, np.int64),) * 3, *(np.empty(0, np.float64),) * 2, 0, 0.0)
+def _tally(columns: Sequence[NDArray[Any]], missed_count: int, missed_size: float) -> Tally:
+    left, right, edges, total, size = columns
+    return Tally(left, right, edges, total, size, missed_count, missed_size)
+
+
+EMPTY = _tally([np.empty(0, np.int64)] * 3 + [np.empty(0, np.float64)] * 2, 0, 0.0)
 
 
 def write_tallies(view: LayerView, filters: Filter) -> None:
@@ -58,8 +63,8 @@ def write_tallies(view: LayerView, filters: Filter) -> None:
         group = view.group.require_group(f"tally/{table}")
         found = [_cut(_of_head(view, head, table), KEPT) for head in range(len(view.heads))]
         ptr = np.cumsum([0, *(len(tally.left) for tally in found)], dtype=np.int64)
-        types = {"left": np.uint32, "right": np.uint32, "count": np.uint32}
-        for name in ("left", "right", "count", "total", "size"):
+        types = {"left": np.uint32, "right": np.uint32, "edges": np.uint32}
+        for name in ("left", "right", "edges", "total", "size"):
             column = Growing(group, name, SCALAR_CHUNK, filters)
             rows = np.concatenate([np.empty(0), *(getattr(tally, name) for tally in found)])
             column.append(rows.astype(types.get(name, np.float64)))
@@ -73,10 +78,10 @@ def read_tally(view: LayerView, head: int, table: Table) -> Tally:
     """The tally of the head at this place of the layer's heads."""
     group: Any = view.group[f"tally/{table}"]
     start, stop = group["ptr"][head : head + 2].tolist()
-    columns = [group[name][start:stop] for name in ("left", "right", "count", "total", "size")]
+    columns = [group[name][start:stop] for name in ("left", "right", "edges", "total", "size")]
     types = (np.int64,) * 3 + (np.float64,) * 2
-    return Tally(
-        *(column.astype(dtype) for column, dtype in zip(columns, types, strict=True)),
+    return _tally(
+        [column.astype(dtype) for column, dtype in zip(columns, types, strict=True)],
         int(group["missed_count"][head]),
         float(group["missed_size"][head]),
     )
@@ -85,7 +90,7 @@ def read_tally(view: LayerView, head: int, table: Table) -> Tally:
 def add(tallies: list[Tally]) -> tuple[Tally, NDArray[np.int64], NDArray[np.float64]]:
     """Tallies as one, and how much more each of its pairs may have: of edges, of size.
 
-    `count`, `total` and `size` are what is known of a pair; a tally that lacks it may have up to
+    `edges`, `total` and `size` are what is known of a pair; a tally that lacks it may have up to
     `missed_count` edges and `missed_size` of it more. What the sum lacks altogether has at most
     its own `missed_count` and `missed_size`.
     """
@@ -137,39 +142,32 @@ def tally_of(view: LayerView, rows: NDArray[np.int64], table: Table) -> Tally:
     some = left >= 0
     values = view.read(columns["values"], rows)[some].astype(np.float64)
     ones = np.ones(len(values), np.int64)
-    return _summed(left[some], right[some], ones, values, np.abs(values), 0, 0.0)
+    return _summed([left[some], right[some], ones, values, np.abs(values)], 0, 0.0)
 
 
 def _joined(tallies: list[Tally], *, which: bool = False) -> tuple[Tally, list[Any]]:
     """Several as one; with `which` the places of each one's pairs in it."""
     columns = [np.concatenate(parts) for parts in zip(*(t[:5] for t in tallies), strict=True)]
     missed = sum(t.missed_count for t in tallies), sum(t.missed_size for t in tallies)
-    whole = _summed(*columns, *missed)
+    whole = _summed(columns, *missed)
     if not which:
         return whole, []
     code = whole.left << 32 | whole.right
     return whole, [np.searchsorted(code, t.left << 32 | t.right) for t in tallies]
 
 
-def _summed(
-    left: NDArray[np.int64],
-    right: NDArray[np.int64],
-    count: NDArray[np.int64],
-    total: NDArray[np.float64],
-    size: NDArray[np.float64],
-    missed_count: int,
-    missed_size: float,
-) -> Tally:
+def _summed(columns: Sequence[NDArray[Any]], missed_count: int, missed_size: float) -> Tally:
     """Rows of one pair added up."""
+    left, right, *sums = columns
     code = left << 32 | right
     order = np.argsort(code, kind="stable")
     code = code[order]
     begin = np.flatnonzero(np.diff(code, prepend=-1) != 0)
     if not len(begin):
         return EMPTY._replace(missed_count=missed_count, missed_size=missed_size)
-    sums = [np.add.reduceat(column[order], begin) for column in (count, total, size)]
+    sums = [np.add.reduceat(column[order], begin) for column in sums]
     code = code[begin]
-    return Tally(code >> 32, code & 0xFFFFFFFF, *sums, missed_count, missed_size)
+    return _tally([code >> 32, code & 0xFFFFFFFF, *sums], missed_count, missed_size)
 
 
 def _cut(tally: Tally, most: int) -> Tally:
@@ -177,13 +175,13 @@ def _cut(tally: Tally, most: int) -> Tally:
     if len(tally.left) <= most:
         return tally
     kept = np.zeros(len(tally.left), bool)
-    for column in (tally.size, tally.count):
+    for column in (tally.size, tally.edges):
         kept[np.argsort(-column, kind="stable")[:most]] = True
     if kept.all():
         return tally
-    rest_count, rest_size = int(tally.count[~kept].max()), float(tally.size[~kept].max())
-    return Tally(
-        *(column[kept] for column in tally[:5]),
+    rest_count, rest_size = int(tally.edges[~kept].max()), float(tally.size[~kept].max())
+    return _tally(
+        [column[kept] for column in tally[:5]],
         tally.missed_count + rest_count,
         tally.missed_size + rest_size,
     )
