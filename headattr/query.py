@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headattr.edges import Edge, HeadId, parse_head
+from headattr.store.lookup import sums_of_heads
 from headattr.store.reader import Store
 from headattr.store.rows import EdgeRow, OvRow
 
@@ -257,32 +258,25 @@ def source_names(
     return SourceNames(entry["name"], kind, entry["first"], groups, label, density)
 
 
-def head_shares(store: Store) -> dict[HeadId, dict[str, float]]:
-    """Per head, over all edges of all prompts: how much of the score its features explain.
+def head_shares(store: Store, layer: int | None = None) -> dict[HeadId, dict[str, float]]:
+    """Per head (of one layer), over all edges of all prompts: how much of the score its features
+    explain; no head of a layer without positions.
 
     {"feature_share": 1 - sum (s - T_ff)^2 / sum s^2, "feature_share_centred": the same with row
     means removed, "sink_share": mean pattern mass on positions that swallow attention}.
     """
-    sums: dict[HeadId, NDArray[np.float64]] = {}
-    for shard in store.shards:
-        with store.tolerating(shard):
-            for plan in store.manifest["layers"]:
-                if shard.has(plan["layer"]):
-                    view = shard.layer(plan["layer"])
-                    shares, sinks = view.dataset("share_sums")[:], view.dataset("sink_share")[:]
-                    for place, head in enumerate(plan["heads"]):
-                        mass = sinks[:, place].astype(np.float64).sum()
-                        here = [*shares[:, place].sum(0), mass, len(sinks)]
-                        name = HeadId(plan["layer"], head)
-                        sums[name] = sums.get(name, 0.0) + np.array(here)
-    return {
-        head: {
-            "feature_share": share_of(s2, rest),
-            "feature_share_centred": share_of(s2_centred, rest_centred),
-            "sink_share": float(mass / positions) if positions else 0.0,
-        }
-        for head, (s2, rest, s2_centred, rest_centred, mass, positions) in sums.items()
-    }
+    answer: dict[HeadId, dict[str, float]] = {}
+    for plan in store.manifest["layers"]:
+        if layer in (None, plan["layer"]):
+            for head, sums in zip(plan["heads"], sums_of_heads(store, plan["layer"]), strict=True):
+                s2, rest, s2_centred, rest_centred, mass, positions = sums[2:].tolist()
+                if positions:
+                    answer[HeadId(plan["layer"], head)] = {
+                        "feature_share": share_of(s2, rest),
+                        "feature_share_centred": share_of(s2_centred, rest_centred),
+                        "sink_share": mass / positions,
+                    }
+    return answer
 
 
 def share_of(whole: float, rest: float) -> float:

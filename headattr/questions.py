@@ -15,9 +15,17 @@ from headattr.errors import StoreError, UsageError
 from headattr.query import SourceNames, feature_shape, head_shares, names_of
 from headattr.store.columns import RoleName
 from headattr.store.filters import EdgeFilter
-from headattr.store.lookup import Hits, Page, feature_page, layers_of, pair_page
+from headattr.store.lookup import (
+    Hits,
+    Page,
+    feature_page,
+    layers_of,
+    pair_page,
+    sums_of_heads,
+    tally_of_head,
+)
 from headattr.store.reader import Store
-from headattr.store.tallies import Table, Tally, add, read_tally
+from headattr.store.tallies import Table
 
 Role = Literal["query", "key", "value", "output"]
 ROLES: tuple[Role, ...] = ("query", "key", "value", "output")
@@ -132,44 +140,33 @@ def head(store: Store, head: str | HeadId, *, count: int = 10) -> dict[str, Any]
     """
     found = parse_head(head)
     plan = store.plan(found)
-    tallies: dict[Table, list[Tally]] = {"qk": [], "ov": []}
-    edges, size = 0, 0.0
-    for shard in store.shards:
-        with store.tolerating(shard):
-            if shard.has(found.layer):
-                view = shard.layer(found.layer)
-                place = view.heads.index(found.head)
-                counts = np.diff(view.group_ptr)
-                edges += int(counts[place :: len(view.heads)].sum())
-                size += float(view.dataset("tally/score_size")[place])
-                for table in tallies if view.output is not None else ("qk",):
-                    tallies[table].append(read_tally(view, place, table))
+    place = plan["heads"].index(found.head)
+    edges, size = sums_of_heads(store, found.layer)[place, :2].tolist()
     basis = names_of(store, plan["basis"])
     output = None if plan["output"] is None else names_of(store, plan["output"])
     return {
         **found._asdict(),
-        "edges": edges,
+        "edges": int(edges),
         "prompts": len(store.prompt_ids),
-        **head_shares(store).get(found, {}),
-        "pairs": _tallied(tallies["qk"], (basis, basis), "qk", size, count),
+        **head_shares(store, found.layer).get(found, {}),
+        "pairs": _tallied(store, found, (basis, basis), "qk", size, count),
         "moved": None
         if output is None
-        else _tallied(tallies["ov"], (basis, output), "ov", None, count),
+        else _tallied(store, found, (basis, output), "ov", None, count),
         "problems": list(store.problems),
     }
 
 
 def _tallied(
-    tallies: list[Tally],
+    store: Store,
+    head: HeadId,
     names: tuple[SourceNames, SourceNames],
     table: Table,
     size: float | None,
     count: int,
 ) -> dict[str, list[dict[str, Any]]]:
     keys = ("q_feature", "k_feature") if table == "qk" else ("v_feature", "o_feature")
-    if not tallies:
-        return {"strongest": [], "frequent": []}
-    whole, more, more_size = add(tallies)
+    whole, more, more_size = tally_of_head(store, head, table)
 
     def listed(by: NDArray[Any]) -> list[dict[str, Any]]:
         return [

@@ -253,7 +253,7 @@ def test_tallies_that_were_cut_say_what_a_pair_may_have_beyond_them(
         for pair in zip(left.tolist(), right.tolist(), values.tolist(), strict=True):
             wanted[pair[:2]].append(pair[2])
         whole = tallies._summed([left, right, np.ones(400, int), values, np.abs(values)], 0, 0.0)
-        parts.append(tallies._cut(whole, 25))
+        parts.append(tallies.cut(whole, 25))
     added, more, more_size = add(parts)
     known = set(zip(added.left.tolist(), added.right.tolist(), strict=True))
     assert len(known) < len(wanted)

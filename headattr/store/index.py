@@ -11,7 +11,7 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from headattr.store.columns import Role
+from headattr.store.columns import Role, RoleName
 from headattr.store.format import SCALAR_CHUNK
 from headattr.store.growing import Filter, Growing
 from headattr.store.view import LayerView
@@ -129,6 +129,11 @@ def _best(found: Postings) -> Postings:
     return found.at(kept)
 
 
+def role_index(view: LayerView, name: RoleName) -> "RoleIndex":
+    """The index of the role of this name."""
+    return RoleIndex(view, next(role for role in view.roles if role.name == name))
+
+
 class RoleIndex:
     """The index of one role of one layer of an open shard."""
 
@@ -160,6 +165,31 @@ class RoleIndex:
         rows = slice(*self.group["best_ptr"][at : at + 2].tolist())
         found = self.group["best_row"][rows].astype(np.int64)
         return Postings(np.full(len(found), feature), found, self.group["best_strength"][rows])
+
+    def features(self) -> NDArray[np.int64]:
+        """All features that have the role, ascending."""
+        return self.group["feature"][:].astype(np.int64)
+
+    def counts(self) -> NDArray[np.int64]:
+        """How many edges each of them has."""
+        return np.diff(self.group["ptr"][:])
+
+    def best_of(self, low: int, high: int) -> tuple[Postings, Postings]:
+        """The strongest rows of features low to high; and for each of these features the strength
+        that its other rows do not exceed, -1 where there are none."""
+        features = self.features()
+        first, last = np.searchsorted(features, [low, high + 1]).tolist()
+        features, ends = features[first:last], self.group["best_ptr"][first : last + 1]
+        kept, counts = np.diff(ends), np.diff(self.group["ptr"][first : last + 1])
+        rows = slice(int(ends[0]), int(ends[-1]))
+        strengths = self.group["best_strength"][rows]
+        found = Postings(
+            np.repeat(features, kept), self.group["best_row"][rows].astype(np.int64), strengths
+        )
+        bounds = np.abs(strengths[np.cumsum(kept) - 1]) if len(features) else strengths
+        return found, Postings(
+            features, np.zeros(len(features), np.int64), np.where(counts > kept, bounds, -1.0)
+        )
 
     def rows(self, feature: int) -> NDArray[np.int64]:
         """All its rows, ascending."""

@@ -7,6 +7,7 @@ is in `Store.problems`, naming the file.
 import json
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,13 @@ class Store:
         """The heads of a layer that were attributed; none of a layer that was not."""
         plans = [plan for plan in self.manifest["layers"] if plan["layer"] == layer]
         return plans[0]["heads"] if plans else []
+
+    @cached_property
+    def merged(self) -> Any:
+        """The index over all shards, a `merge.Merged`; None where there is none for just these."""
+        from headattr.store.merge import open_index
+
+        return open_index(self)
 
     @contextmanager
     def tolerating(self, shard: Shard) -> Iterator[None]:
