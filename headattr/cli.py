@@ -23,6 +23,7 @@ from headattr.commands import (
     Estimate,
     Models,
     QueryEdge,
+    Repair,
     TrainCrosscoder,
     TrainSae,
     TrainTranscoder,
@@ -46,6 +47,7 @@ COMMANDS: dict[str, type[Any]] = {
     "query head": QueryHead,
     "query diff": QueryDiff,
     "check": Check,
+    "repair": Repair,
     "models": Models,
     "dictionaries list": DictionariesList,
     "dictionaries inspect": Inspect,
@@ -186,6 +188,16 @@ def _check(command: Check) -> int:
     return 0 if answer["ok"] else 1
 
 
+def _repair(command: Repair) -> int:
+    from headattr.store.reader import open_store
+    from headattr.store.repair import render_repair, repair_store
+
+    with open_store(command.store) as store:
+        answer = repair_store(store, dry_run=command.dry_run)
+    _print(answer, command.json, render_repair)
+    return 0 if answer["ok"] else 1
+
+
 def _models(command: Models) -> int:
     from headattr.model.table import model_table, render_models
 
@@ -235,6 +247,7 @@ _RUN: dict[type[Any], Callable[[Any], int]] = {
         (QueryRow, QuerySpan, QueryPrompt, QueryFeature, QueryPair, QueryHead, QueryDiff), _ask
     ),
     Check: _check,
+    Repair: _repair,
     Models: _models,
     DictionariesList: _dictionaries_list,
     Evaluate: _about_dictionaries,

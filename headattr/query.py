@@ -8,9 +8,6 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
 from headattr.edges import Edge, HeadId, parse_head
 from headattr.store.lookup import sums_of_heads
 from headattr.store.reader import Store

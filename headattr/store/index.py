@@ -39,10 +39,11 @@ class Postings(NamedTuple):
 def write_index(view: LayerView, filters: Filter) -> None:
     """The indexes of a layer whose columns are written."""
     for role in view.roles:
-        _write_role(view, role, view.group.require_group(f"index/{role.name}"), filters)
+        write_role(view, role, view.group.require_group(f"index/{role.name}"), filters)
 
 
-def _write_role(view: LayerView, role: Role, group: h5py.Group, filters: Filter) -> None:
+def write_role(view: LayerView, role: Role, group: h5py.Group, filters: Filter) -> None:
+    """The index of one role, into an empty group."""
     counts = _counts(view, role)
     present = np.flatnonzero(counts)
     dtype = np.uint32 if len(view) < 1 << 32 else np.uint64

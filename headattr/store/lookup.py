@@ -20,6 +20,9 @@ from headattr.store.shard import Shard
 from headattr.store.tallies import EMPTY, SUMS, Table, Tally, add, head_sums, read_tally
 from headattr.store.view import LayerView
 
+_FEW = 64
+"""Texts that are read one by one."""
+
 
 class Hits(NamedTuple):
     """A page of edges, strongest first; columns of equal length."""
@@ -146,7 +149,7 @@ def _merged_page(
     whole = {name: np.concatenate(parts) for name, parts in columns.items()}
     order = np.argsort(-np.abs(whole["strength"]), kind="stable")[start : start + count]
     for name in ("q_token", "k_token"):
-        whole[name] = np.array([text.decode() for text in whole[name][order]], object)
+        whole[name] = store.merged.texts(whole[name][order])
     return Page(
         Hits(**{n: rows if n.endswith("token") else rows[order] for n, rows in whole.items()}),
         total,
@@ -342,14 +345,21 @@ def _no_hits() -> Hits:
     return Hits(**columns)
 
 
+def _texts(shard: Shard, positions: NDArray[np.int64]) -> NDArray[Any]:
+    """What positions show; many are read at once."""
+    found, back = np.unique(positions, return_inverse=True)
+    if len(found) < _FEW:
+        shown = [shard.token_text[at] for at in found.tolist()]
+    else:
+        shown = shard.token_text[:][found].tolist()
+    return np.array([text.decode() for text in shown], object)[back]
+
+
 def edge_facts(shard: Shard, view: LayerView, rows: NDArray[np.int64]) -> dict[str, Any]:
     """Which edges some ascending rows are, with score, pattern and tokens."""
     where = view.where(rows)
     ends = {"q_token": where.begin + where.q_pos, "k_token": where.begin + where.k_pos}
-    tokens = {
-        name: np.array([shard.token_text[at].decode() for at in positions.tolist()], object)
-        for name, positions in ends.items()
-    }
+    tokens = {name: _texts(shard, positions) for name, positions in ends.items()}
     return {
         "prompt": np.array(shard.ids, np.int64)[where.prompt],
         "layer": np.full(len(rows), view.layer),

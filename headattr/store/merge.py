@@ -19,13 +19,11 @@ from headattr.store.format import SCALAR_CHUNK, published
 from headattr.store.growing import Filter, Growing
 from headattr.store.index import Postings, role_index
 from headattr.store.lookup import edge_facts
+from headattr.store.merged import FORMAT, KEEP, NAME, covered
 from headattr.store.reader import Store
 from headattr.store.shard import Shard
-from headattr.store.tallies import KEPT, SUMS, Table, Tally, add, cut, head_sums, read_tally, tally
+from headattr.store.tallies import KEPT, SUMS, Tally, add, cut, head_sums, read_tally
 
-NAME, FORMAT = "index.h5", "headattr-index"
-KEEP = 64
-"""Edges of a feature that are kept, strongest first."""
 WORTH = 16
 """Shards from which on a run makes it."""
 _AT_ONCE = 1 << 22
@@ -42,7 +40,9 @@ class _Best(NamedTuple):
     strength: NDArray[np.float32]
 
     def at(self, places: NDArray[Any]) -> "_Best":
-        return _Best(*(column[places] for column in self))
+        return _Best(
+            self.feature[places], self.shard[places], self.row[places], self.strength[places]
+        )
 
 
 def make_index(store: Store) -> Path:
@@ -55,27 +55,30 @@ def make_index(store: Store) -> Path:
     try:
         with published(path) as temporary, h5py.File(temporary, "w") as file:
             file.attrs.update(format=FORMAT, manifest_hash=store.manifest["hash"])
-            file["shard"] = covered(store)
+            file["shard"] = covered(store.shards)
+            texts: dict[str, int] = {}
             for plan in store.manifest["layers"]:
-                _write_layer(store, plan, file.create_group(f"layer/{plan['layer']}"), filters)
+                group = file.create_group(f"layer/{plan['layer']}")
+                _write_layer(store, plan, group, filters, texts)
+            file.create_dataset("text", data=list(texts), dtype=h5py.string_dtype())
     except OSError as error:
         raise StoreError(f"cannot write {path}: {error}") from error
     return path
 
 
-def covered(store: Store) -> NDArray[np.bytes_]:
-    """What the served shards are: number and hash of each."""
-    names = [f"{shard.sidecar['shard']} {shard.sidecar['sha256']}" for shard in store.shards]
-    return np.array(names or [""], "S")
-
-
-def _write_layer(store: Store, plan: dict[str, Any], group: h5py.Group, filters: Filter) -> None:
+def _write_layer(
+    store: Store,
+    plan: dict[str, Any],
+    group: h5py.Group,
+    filters: Filter,
+    texts: dict[str, int],
+) -> None:
     layer = plan["layer"]
     shards = [shard for shard in store.shards if shard.has(layer)]
     moved = plan["output"] is not None
     roles: tuple[RoleName, ...] = ("q", "k", "v", "o") if moved else ("q", "k")
     for role in roles if shards else ():
-        _write_role(shards, layer, role, group.create_group(role), filters)
+        _write_role(shards, layer, role, group.create_group(role), filters, texts)
     sums = [head_sums(shard.layer(layer)) for shard in shards]
     group["sums"] = np.sum(sums, axis=0) if sums else np.zeros((len(plan["heads"]), SUMS))
     for table in ("qk", "ov") if moved else ("qk",):
@@ -98,7 +101,12 @@ def _write_tally(found: Sequence[Tally], group: h5py.Group) -> None:
 
 
 def _write_role(
-    shards: Sequence[Shard], layer: int, role: RoleName, group: h5py.Group, filters: Filter
+    shards: Sequence[Shard],
+    layer: int,
+    role: RoleName,
+    group: h5py.Group,
+    filters: Filter,
+    texts: dict[str, int],
 ) -> None:
     counts = _counts(shards, layer, role)
     present = np.flatnonzero(counts)
@@ -116,12 +124,11 @@ def _write_role(
         best = _strongest(shards, layer, role, low, high)
         here = present[(present >= low) & (present <= high)]
         kept.append(np.bincount(np.searchsorted(here, best.feature), minlength=len(here)))
-        for name, rows in _facts(shards, layer, best).items():
+        for name, rows in _facts(shards, layer, best, texts).items():
             put(name, rows)
     put("ptr", np.cumsum(np.concatenate(kept), dtype=np.int64))
-    for name, column in columns.items():
-        if not (name.endswith("token") and not len(column)):
-            column.finish()
+    for column in columns.values():
+        column.finish()
 
 
 def _counts(shards: Sequence[Shard], layer: int, role: RoleName) -> NDArray[np.int64]:
@@ -180,7 +187,12 @@ def _best_of(found: Postings, place: int) -> _Best:
 
 def _ordered(parts: Sequence[_Best]) -> _Best:
     """By feature, strongest first; of equal ones the earlier shard and row."""
-    whole = _Best(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
+    whole = _Best(
+        np.concatenate([part.feature for part in parts]),
+        np.concatenate([part.shard for part in parts]),
+        np.concatenate([part.row for part in parts]),
+        np.concatenate([part.strength for part in parts]),
+    )
     order = (whole.row, whole.shard, -np.abs(whole.strength), whole.feature)
     return whole.at(np.lexsort(order))
 
@@ -199,81 +211,26 @@ def _last_kept(best: _Best, low: int, high: int) -> NDArray[np.float32]:
     return last
 
 
-def _facts(shards: Sequence[Shard], layer: int, best: _Best) -> dict[str, NDArray[Any]]:
-    """What an answer says of each edge, and the text of its tokens."""
+def _facts(
+    shards: Sequence[Shard], layer: int, best: _Best, texts: dict[str, int]
+) -> dict[str, NDArray[Any]]:
+    """What an answer says of each edge; tokens as places in `texts`, which grows."""
     n = len(best.row)
     facts: dict[str, NDArray[Any]] = {
         **{name: np.empty(n, np.int64) for name in ("prompt", "q_pos", "k_pos")},
         "head": np.empty(n, np.uint16),
         "strength": best.strength.astype(np.float32),
         **{name: np.empty(n, np.float32) for name in ("score", "pattern")},
-        **{name: np.empty(n, object) for name in ("q_token", "k_token")},
+        **{name: np.empty(n, np.uint32) for name in ("q_token", "k_token")},
     }
     for place in np.unique(best.shard).tolist():
         at = np.flatnonzero(best.shard == place)
         rows, back = np.unique(best.row[at], return_inverse=True)
         with shards[place].reading():
             found = edge_facts(shards[place], shards[place].layer(layer), rows)
+        for name in ("q_token", "k_token"):
+            places = [texts.setdefault(text, len(texts)) for text in found[name].tolist()]
+            found[name] = np.array(places, np.uint32)
         for name in facts.keys() - {"strength"}:
             facts[name][at] = found[name][back]
     return facts
-
-
-class Merged:
-    """The index of a store, open for reading."""
-
-    def __init__(self, file: Any) -> None:
-        """`file`: open, and made from the shards that are served."""
-        self.file = file
-
-    def page(self, layer: int, role: RoleName, feature: int) -> tuple[dict[str, Any], int] | None:
-        """Columns of the strongest edges of a feature, at most KEEP, and how many it has; None
-        where no edge has it."""
-        name = f"layer/{layer}/{role}"
-        if name not in self.file:
-            return None
-        group = self.file[name]
-        features = group["feature"][:]
-        at = int(np.searchsorted(features, np.uint32(feature)))
-        if at == len(features) or features[at] != feature:
-            return None
-        start, stop = group["ptr"][at : at + 2].tolist()
-        return {key: group[key][start:stop] for key in _COLUMNS}, int(group["count"][at])
-
-    def sums(self, layer: int) -> NDArray[np.float64] | None:
-        """`tallies.head_sums` of a layer over all shards."""
-        name = f"layer/{layer}/sums"
-        return self.file[name][:] if name in self.file else None
-
-    def tally(
-        self, layer: int, place: int, table: Table
-    ) -> tuple[Tally, NDArray[np.int64], NDArray[np.float64]] | None:
-        """What `tallies.add` gives over all shards, of the pairs that are kept."""
-        name = f"layer/{layer}/tally/{table}/{place}"
-        if name not in self.file:
-            return None
-        group = self.file[name]
-        columns = [group[key][()] for key in Tally._fields]
-        missed = int(columns[5]), float(columns[6])
-        return tally(columns[:5], *missed), group["more"][:], group["more_size"][:]
-
-
-_COLUMNS = ("prompt", "head", "q_pos", "k_pos", "strength", "score", "pattern")
-_COLUMNS += ("q_token", "k_token")
-
-
-def open_index(store: Store) -> Merged | None:
-    """The index of a store, where it is there and made from the shards that are served."""
-    path = store.path / NAME
-    if not path.is_file():
-        return None
-    try:
-        file = open_h5(path)
-        same = (
-            file.attrs.get("format") == FORMAT
-            and file.attrs.get("manifest_hash") == store.manifest["hash"]
-            and np.array_equal(file["shard"][:], covered(store))
-        )
-    except (OSError, KeyError, RuntimeError):
-        return None
-    return Merged(file) if same else None
