@@ -157,3 +157,18 @@ class QueryDiff(_Ask):
     """Edges to give."""
     json: bool = False
     """Print the answer as JSON."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Index(_Ask):
+    """Make one index over all shards, for stores of many: first pages and heads at once.
+
+    A run of 16 shards or more makes it by itself. It is disposable: it is used while just the
+    shards are there that it was made from, and may be deleted.
+
+    Example:
+      headattr index results
+    """
+
+    json: bool = False
+    """Print what was made as JSON."""

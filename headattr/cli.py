@@ -8,6 +8,7 @@ from typing import Any
 
 from headattr.arguments import merge_repeats, parse
 from headattr.asking import (
+    Index,
     QueryDiff,
     QueryFeature,
     QueryHead,
@@ -46,6 +47,7 @@ COMMANDS: dict[str, type[Any]] = {
     "query pair": QueryPair,
     "query head": QueryHead,
     "query diff": QueryDiff,
+    "index": Index,
     "check": Check,
     "repair": Repair,
     "models": Models,
@@ -178,6 +180,22 @@ def _ask(command: Any) -> int:
     return 0
 
 
+def _index(command: Index) -> int:
+    from headattr.store.merge import make_index
+    from headattr.store.reader import open_store
+
+    with open_store(command.store) as store:
+        path = make_index(store)
+        answer = {"index": str(path), "shards": len(store.shards), "bytes": path.stat().st_size}
+        _warn(store.problems)
+    _print(
+        answer,
+        command.json,
+        lambda made: "{index}: {shards} shards, {bytes:,} bytes".format(**made),
+    )
+    return 0
+
+
 def _check(command: Check) -> int:
     from headattr.store.check import check_store, render_check
     from headattr.store.reader import open_store
@@ -246,6 +264,7 @@ _RUN: dict[type[Any], Callable[[Any], int]] = {
     **dict.fromkeys(
         (QueryRow, QuerySpan, QueryPrompt, QueryFeature, QueryPair, QueryHead, QueryDiff), _ask
     ),
+    Index: _index,
     Check: _check,
     Repair: _repair,
     Models: _models,

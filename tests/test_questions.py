@@ -14,7 +14,8 @@ from headattr import comparisons, query, questions
 from headattr.cli import main
 from headattr.edges import Edge, HeadId
 from headattr.errors import UsageError
-from headattr.store import index, tallies
+from headattr.store import index, merge, tallies
+from headattr.store.check import check_store
 from headattr.store.filters import EdgeFilter
 from headattr.store.reader import Store, open_store
 from headattr.store.tallies import Tally, add
@@ -390,6 +391,54 @@ def test_the_index_is_made_in_ranges_where_there_is_much_of_it(
             answers.append([group[name][:] for name in names])
     for one, other in zip(*answers, strict=True):
         assert np.array_equal(one, other)
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_the_index_over_all_shards_gives_the_same_answers_without_opening_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shards: int
+) -> None:
+    monkeypatch.setattr(merge, "_AT_ONCE", 300)
+    basis, out = {0: "tokens", 1: FIRST[1]}, tmp_path / "results"
+    rules = {"edges": "all", "output": "unembed", "prompts_per_shard": shards}
+    headattr.attribute(tiny.gpt2(), basis, TEXTS, out, **rules).close()
+
+    def answers(store: Store, count: int) -> list[Any]:
+        asked = [
+            questions.feature(store, feature, str(source), count=count)
+            for source, plan in enumerate(store.manifest["sources"])
+            for feature in range(0, min(plan["n_features"], 40), 3)
+        ]
+        return [*asked, *(questions.head(store, head) for head in store.heads)]
+
+    with open_store(out) as store:
+        assert store.merged is None
+        wanted = answers(store, 20), answers(store, 500)
+        merge.make_index(store)
+    with open_store(out) as store:
+        assert store.merged is not None
+        assert answers(store, 500) == wanted[1]
+    with open_store(out) as store:
+        assert len(store.shards) > 1
+        assert len(store._served.handles) == 0
+        assert answers(store, 20) == wanted[0]
+    for name in ("h5", "json"):
+        (out / "shards" / f"00001.{name}").unlink()
+    with open_store(out) as store:
+        assert store.merged is None
+        assert answers(store, 20) != wanted[0]
+    (out / merge.NAME).write_bytes(b"no index")
+    with open_store(out) as store:
+        assert store.merged is None
+
+
+def test_a_run_of_many_shards_makes_the_index_and_check_does_not_mind_it(tmp_path: Path) -> None:
+    texts, out = tiny.prompts(*[3] * merge.WORTH), tmp_path / "results"
+    with headattr.attribute(tiny.gpt2(), FIRST, texts, out, prompts_per_shard=1) as store:
+        assert store.merged is not None
+        assert check_store(store)["problems"] == []
+        made = (out / merge.NAME).stat().st_mtime_ns
+    assert main(["index", str(out), "--json"]) == 0
+    assert (out / merge.NAME).stat().st_mtime_ns > made
 
 
 ASKED = {

@@ -18,7 +18,7 @@ KEEP = 64
 COLUMNS = ("prompt", "head", "q_pos", "k_pos", "strength", "score", "pattern", "q_token", "k_token")
 
 
-def covered(shards: Sequence[Shard]) -> NDArray[np.bytes_]:
+def covered(shards: Sequence[Shard]) -> NDArray[Any]:
     """What some shards are: number and hash of each."""
     names = [f"{shard.sidecar['shard']} {shard.sidecar['sha256']}" for shard in shards]
     return np.array(names or [""], "S")

@@ -6,7 +6,7 @@ let go of, never closed by name, so nothing changes for the process that it came
 
 import os
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import h5py
 import hdf5plugin  # noqa: F401  registers the zstd filter
@@ -60,6 +60,7 @@ def foreign(path: Path, sidecar: dict[str, Any]) -> str | None:
     return None
 
 
+@runtime_checkable
 class Openable(Protocol):
     """Something that holds an open file, and can let go of it."""
 
