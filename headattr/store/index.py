@@ -59,7 +59,7 @@ def write_role(view: LayerView, role: Role, group: h5py.Group, filters: Filter) 
         add(name, np.cumsum(np.concatenate([[0], found]), dtype=np.int64))
     for first, last in _ranges(counts[present]):
         low, high = int(present[first]), int(present[last - 1])
-        found = _sorted(_collect(view, role, low, high))
+        found = _sorted(collect(view, role, low, high))
         new = np.diff(found.features, prepend=-1) != 0
         add("step", np.where(new, found.rows, np.diff(found.rows, prepend=0)).astype(dtype))
         top = _best(found)
@@ -102,8 +102,8 @@ def _ranges(counts: NDArray[np.int64]) -> Iterator[tuple[int, int]]:
         first = last
 
 
-def _collect(view: LayerView, role: Role, low: int, high: int) -> Postings:
-    """The postings of features low to high."""
+def collect(view: LayerView, role: Role, low: int, high: int) -> Postings:
+    """The postings of features low to high, read from the edges themselves."""
     parts = []
     for found in _blocks(view, role):
         parts.append(found.at((found.features >= low) & (found.features <= high)))

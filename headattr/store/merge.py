@@ -17,7 +17,7 @@ from headattr.errors import StoreError
 from headattr.store.columns import RoleName
 from headattr.store.format import SCALAR_CHUNK, published
 from headattr.store.growing import Filter, Growing
-from headattr.store.index import Postings, role_index
+from headattr.store.index import Postings, RoleIndex, collect, role_index
 from headattr.store.lookup import edge_facts
 from headattr.store.merged import FORMAT, KEEP, NAME, covered
 from headattr.store.reader import Store
@@ -28,6 +28,10 @@ WORTH = 16
 """Shards from which on a run makes it."""
 _AT_ONCE = 1 << 22
 """Postings that are put in order at once."""
+
+
+_FEW = 32
+"""Features of a shard that are read one by one."""
 
 
 class _Best(NamedTuple):
@@ -168,16 +172,23 @@ def _strongest(shards: Sequence[Shard], layer: int, role: RoleName, low: int, hi
     last = _last_kept(best, low, high)
     more = []
     for place, (features, bounds) in enumerate(open_ends):
-        for feature in features[bounds >= last.take(features - low, mode="clip")].tolist():
-            with shards[place].reading():
-                found = role_index(shards[place].layer(layer), role).all(feature)
-                more.append(_best_of(found, place))
+        left = features[bounds >= last.take(features - low, mode="clip")]
+        with shards[place].reading():
+            more += _read_on(role_index(shards[place].layer(layer), role), left, place)
     if more:
-        again = {(int(part.feature[0]), int(part.shard[0])) for part in more}
+        read = np.concatenate([part.feature << 24 | part.shard for part in more])
         code = best.feature << 24 | best.shard
-        read = np.array([feature << 24 | place for feature, place in again], np.int64)
         best = _ordered([best.at(~np.isin(code, read)), *more])
     return best.at(_rank(best.feature) < KEEP)
+
+
+def _read_on(index: RoleIndex, features: NDArray[np.int64], place: int) -> list[_Best]:
+    """All edges of some features in one shard: of many by reading all of it."""
+    if len(features) <= _FEW:
+        return [_best_of(index.all(feature), place) for feature in features.tolist()]
+    found = collect(index.view, index.role, int(features[0]), int(features[-1]))
+    best = _ordered([_best_of(found.at(np.isin(found.features, features)), place)])
+    return [best.at(_rank(best.feature) < KEEP)]
 
 
 def _best_of(found: Postings, place: int) -> _Best:
