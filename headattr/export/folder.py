@@ -139,8 +139,11 @@ class Done:
         self._write()
 
     def finish(self, table: str) -> None:
-        """No more comes of a table."""
+        """No more comes of a table; kept on disk with what comes next."""
         self.tables[table]["whole"] = True
+
+    def close(self) -> None:
+        """No more comes of the shard."""
         self._write()
 
     def forget(self) -> None:

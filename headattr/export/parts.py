@@ -7,7 +7,7 @@ import os
 import socket
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,6 +36,7 @@ class Part(NamedTuple):
     sha256: str
 
 
+@runtime_checkable
 class Writing(Protocol):
     """A file at work."""
 
@@ -154,7 +155,7 @@ class _Csv:
         self.size = self.file.write(_csv_lines([[field.name for field in fields]]))
 
     def add(self, frame: Frame) -> int:
-        rows, taken, step = count_rows(frame), 0, _CSV_ROWS
+        rows, taken, step, full = count_rows(frame), 0, 64, False
         while taken < rows:
             cells = [_cells(frame[f.name][taken : taken + step], f) for f in self.fields]
             lines = _csv_lines(zip(*cells, strict=True))
@@ -162,10 +163,11 @@ class _Csv:
             if self.size + len(lines) <= self.aim or first:
                 self.size += self.file.write(lines)
                 taken += len(cells[0])
+                step = step if full else min(2 * step, _CSV_ROWS)
             elif step == 1:
                 break
             else:
-                step //= 2
+                step, full = step // 2, True
         self.rows += taken
         return taken
 

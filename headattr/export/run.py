@@ -156,6 +156,7 @@ def _write_shard(job: _Export, shard: Shard, done: Done) -> None:
         )
     for table in job.tables:
         _write_table(job, shard, table, done)
+    done.close()
 
 
 def _write_table(job: _Export, shard: Shard, table: str, done: Done) -> None:
