@@ -22,9 +22,12 @@ from headattr.commands import (
     Demo,
     DictionariesList,
     Estimate,
+    ExportCsv,
+    ExportParquet,
     Models,
     QueryEdge,
     Repair,
+    Sql,
     TrainCrosscoder,
     TrainSae,
     TrainTranscoder,
@@ -48,6 +51,9 @@ COMMANDS: dict[str, type[Any]] = {
     "query head": QueryHead,
     "query diff": QueryDiff,
     "index": Index,
+    "export parquet": ExportParquet,
+    "export csv": ExportCsv,
+    "sql": Sql,
     "check": Check,
     "repair": Repair,
     "models": Models,
@@ -197,9 +203,15 @@ def _index(command: Index) -> int:
 
 
 def _check(command: Check) -> int:
+    from headattr.export.check import check_export, render_export_check
+    from headattr.export.folder import is_export
     from headattr.store.check import check_store, render_check
     from headattr.store.reader import open_store
 
+    if is_export(command.store):
+        answer = check_export(command.store)
+        _print(answer, command.json, render_export_check)
+        return 0 if answer["ok"] else 1
     with open_store(command.store) as store:
         answer = check_store(store)
     _print(answer, command.json, render_check)
@@ -214,6 +226,24 @@ def _repair(command: Repair) -> int:
         answer = repair_store(store, dry_run=command.dry_run)
     _print(answer, command.json, render_repair)
     return 0 if answer["ok"] else 1
+
+
+def _export(command: ExportParquet | ExportCsv, kind: str) -> int:
+    from headattr.export.run import export_store, render_export
+
+    names = ("store", "out", "tables", "heads", "prompts", "max_file")
+    options = {name: getattr(command, name) for name in names}
+    answer = export_store(**options, kind=kind, say=_say)
+    _print(answer, command.json, render_export)
+    return 0 if answer["complete"] else 3
+
+
+def _sql(command: Sql) -> int:
+    from headattr.export.sql import render_sql, sql
+
+    answer = sql(command.store, command.query, limit=command.limit, say=_say)
+    _print(answer, command.json, render_sql)
+    return 0 if answer["complete"] else 3
 
 
 def _models(command: Models) -> int:
@@ -249,9 +279,7 @@ def _train(command: _Train, kind: str) -> int:
     from headattr.training.run import render_training, train_file
 
     _quiet()
-    answer = train_file(
-        command.recipe, kind, command.out, lambda said: print(said, file=sys.stderr, flush=True)
-    )
+    answer = train_file(command.recipe, kind, command.out, _say)
     _print(answer, command.json, render_training)
     return 0
 
@@ -265,6 +293,9 @@ _RUN: dict[type[Any], Callable[[Any], int]] = {
         (QueryRow, QuerySpan, QueryPrompt, QueryFeature, QueryPair, QueryHead, QueryDiff), _ask
     ),
     Index: _index,
+    ExportParquet: lambda command: _export(command, "parquet"),
+    ExportCsv: lambda command: _export(command, "csv"),
+    Sql: _sql,
     Check: _check,
     Repair: _repair,
     Models: _models,
@@ -289,6 +320,10 @@ def _print(answer: Any, as_json: bool, render: Callable[[Any], str]) -> None:
         print(text(ascii_only=False), flush=True)
     except UnicodeEncodeError:  # an output that is not UTF-8
         print(text(ascii_only=True), flush=True)
+
+
+def _say(said: str) -> None:
+    print(said, file=sys.stderr, flush=True)
 
 
 def _warn(problems: list[str]) -> None:

@@ -50,14 +50,14 @@ class QueryEdge:
 
 @dataclass(frozen=True)
 class Check:
-    """Is a result whole, and does it add up? Exit 1 if anything is off.
+    """Is a result whole, and does it add up? Is an export whole? Exit 1 if anything is off.
 
     Example:
       headattr check headattr-demo
     """
 
     store: tyro.conf.Positional[Path]
-    """A result folder."""
+    """A result folder, or the folder of an export."""
     json: bool = False
     """Print the answer as JSON."""
 
@@ -79,6 +79,66 @@ class Repair:
     """Only say what would be done."""
     json: bool = False
     """Print the answer as JSON."""
+
+
+@dataclass(frozen=True)
+class _Export:
+    store: tyro.conf.Positional[Path]
+    """A result folder."""
+    out: Path
+    """The folder of the export; the same command goes on after a stop."""
+    tables: str = "all"
+    """`all`, or a list of edges, pairs, moved, features, parts, prompts and tokens."""
+    heads: str = "all"
+    """`all`, or a list such as L5H1,L3H*."""
+    prompts: str = "all"
+    """`all`, or a list of ids and ranges such as 0-99,120."""
+    max_file: str = "256MiB"
+    """No file is larger than this."""
+    json: bool = False
+    """Print what was written as JSON."""
+
+
+@dataclass(frozen=True)
+class ExportParquet(_Export):
+    """Write a result as Parquet tables, one or more files a shard (extra `export`). Exit 3 if some
+    of it is not finished.
+
+    Example:
+      headattr export parquet headattr-demo --out demo-tables
+    """
+
+
+@dataclass(frozen=True)
+class ExportCsv(_Export):
+    """Write a result as CSV tables, one or more files a shard. Exit 3 if some of it is not
+    finished.
+
+    Example:
+      headattr export csv headattr-demo --out demo-csv --tables edges,pairs --heads L3H*
+    """
+
+
+@dataclass(frozen=True)
+class Sql:
+    """Ask a result or an export in SQL (extra `export`): the tables edges, pairs, moved, features,
+    parts, prompts and tokens, by DuckDB.
+
+    Tables of a result that the query names are made first, every time: export a large one to
+    Parquet once, and ask the export. Exit 3 if the result is not whole.
+
+    Example:
+      headattr sql headattr-demo "SELECT layer, head, avg(pattern) FROM edges GROUP BY ALL"
+    """
+
+    store: tyro.conf.Positional[Path]
+    """A result folder, or the folder of an export (much faster)."""
+    query: tyro.conf.Positional[str]
+    """One statement."""
+    limit: int = 1000
+    """Rows to print, at most."""
+    json: bool = False
+    """Print columns and rows as JSON."""
 
 
 @dataclass(frozen=True)

@@ -393,6 +393,8 @@ def test_help_lists_the_commands(say: Any, argv: list[str]) -> None:
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_the_help_of_a_command_has_an_example_that_parses(say: Any, name: str) -> None:
+    import shlex
+
     import tyro
 
     code, out, err = say([*name.split(), "--help"])
@@ -400,7 +402,7 @@ def test_the_help_of_a_command_has_an_example_that_parses(say: Any, name: str) -
     example = next(line.strip() for line in out.splitlines() if line.startswith("  headattr "))
     assert example.startswith(f"headattr {name}")
     assert "Example:" in out
-    words = example.split()[1 + len(name.split()) :]
+    words = shlex.split(example)[1 + len(name.split()) :]
     assert tyro.cli(COMMANDS[name], args=words)
 
 

@@ -5,7 +5,7 @@ is in `Store.problems`, naming the file. A store can be used after a fork, and s
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from headattr.edges import Edge, HeadId, parse_head, position_problem
 from headattr.errors import StoreError, UsageError
+from headattr.store import frames
 from headattr.store.columns import OV_PARTS, PARTS, Column
 from headattr.store.format import LABELS, SHARDS, make_keys, shard_name, split_keys
 from headattr.store.merged import Merged, open_merged
@@ -196,6 +197,15 @@ class Store:
             ov=ov,
             **cells,
         )
+
+    def frame(
+        self, table: str, *, heads: str = "all", prompts: str | Iterable[int] = "all"
+    ) -> dict[str, Any]:
+        """A table (edges, pairs, moved, features, parts, prompts, tokens) of some heads (`L3H*`)
+        and prompts (`0-99`, or ids) as numpy columns, masked where a row may lack a value:
+        `pandas.DataFrame(...)` and `pyarrow.table(...)` take it as it is. Raises UsageError for
+        what is not there, StoreError for a damaged shard."""
+        return frames.frame(self, table, heads=heads, prompts=prompts)
 
     def density(self, source: int, feature: int) -> float | None:
         """Share of the run's positions that do not swallow attention where a feature is active."""

@@ -1,0 +1,1 @@
+"""A store as tables for other tools: Parquet, CSV, SQL; no torch."""
