@@ -1,7 +1,7 @@
 """Open a store and read rows of it; no torch, no locks, safe beside a running job.
 
 Only shards whose sidecar is there and whose size agrees are served; what is wrong with the others
-is in `Store.problems`, naming the file.
+is in `Store.problems`, naming the file. A store can be used after a fork, and sent to a process.
 """
 
 import json
@@ -16,15 +16,10 @@ from numpy.typing import NDArray
 from headattr.edges import Edge, HeadId, parse_head, position_problem
 from headattr.errors import StoreError, UsageError
 from headattr.store.columns import OV_PARTS, PARTS, Column
-from headattr.store.format import (
-    LABELS,
-    SHARDS,
-    make_keys,
-    shard_name,
-    split_keys,
-)
-from headattr.store.published import read_manifest, read_sidecar
+from headattr.store.format import LABELS, SHARDS, make_keys, shard_name, split_keys
+from headattr.store.published import read_manifest
 from headattr.store.rows import EdgeRow, OvRow, fault
+from headattr.store.served import Served
 from headattr.store.shard import Shard
 from headattr.store.view import LayerView
 
@@ -36,24 +31,24 @@ class Store:
         """Raises StoreError if `path` holds no store, or one of a newer version."""
         self.path = Path(path)
         self.manifest = read_manifest(self.path)
-        self.problems: list[str] = []
-        self.shards: list[Shard] = []
-        self._where: dict[int, Shard] = {}
         self._labels: dict[int, list[str]] = {}
-        self._counted: dict[int, tuple[NDArray[np.int64], NDArray[np.int64], int]] = {}
-        for entry in self.manifest["shards"]:
-            self._add(entry["index"])
+        self._see(Served(self.path / SHARDS, self.manifest))
 
-    def _add(self, index: int) -> None:
-        path = self.path / SHARDS / f"{shard_name(index)}.h5"
-        sidecar, problem = read_sidecar(path, self.manifest["hash"])
-        if problem:
-            self.problems.append(problem)
-        if sidecar is None:
-            return
-        shard = Shard(path, sidecar)
-        self.shards.append(shard)
-        self._where.update(dict.fromkeys(shard.ids, shard))
+    def _see(self, served: Served) -> None:
+        self._served, self.shards, self._where = served, served.shards, served.where
+        self.broken, self.problems = served.broken, list(served.broken.values())
+        self._counted: dict[int, tuple[NDArray[np.int64], NDArray[np.int64], int]] = {}
+
+    def refresh(self) -> list[int]:
+        """See what a running job has finished since, and what was set aside; returns the prompts
+        that are new. Answers given before stay as they were."""
+        before = self._where.keys()
+        self._see(self._served.again())
+        return sorted(self._where.keys() - before)
+
+    def __reduce__(self) -> tuple[type["Store"], tuple[Path]]:
+        """Only where it is: another process opens its own files."""
+        return Store, (self.path.absolute(),)
 
     @property
     def heads(self) -> list[HeadId]:

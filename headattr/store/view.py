@@ -36,7 +36,7 @@ class SourceView:
 
     def __init__(self, file: Any, source: int) -> None:
         """`file`: an open shard."""
-        self.group = file[f"source/{source}"]
+        self.file, self.group = file, file[f"source/{source}"]
 
     @cached_property
     def ptr(self) -> NDArray[np.int64]:
