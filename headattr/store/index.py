@@ -35,10 +35,11 @@ class Postings(NamedTuple):
 def write_index(view: LayerView, filters: Filter) -> None:
     """The indexes of a layer whose columns are written."""
     for role in view.roles:
-        _write_role(view, role, view.group.require_group(f"index/{role.name}"), filters)
+        write_role(view, role, view.group.require_group(f"index/{role.name}"), filters)
 
 
-def _write_role(view: LayerView, role: Role, group: h5py.Group, filters: Filter) -> None:
+def write_role(view: LayerView, role: Role, group: h5py.Group, filters: Filter) -> None:
+    """The index of one role, into an empty group."""
     counts = _counts(view, role)
     present = np.flatnonzero(counts)
     dtype = np.uint32 if len(view) < 1 << 32 else np.uint64
@@ -102,24 +103,39 @@ def _collect(view: LayerView, role: Role, low: int, high: int) -> Postings:
     parts = []
     for found in _blocks(view, role):
         here = (found.features >= low) & (found.features <= high)
-        parts.append(Postings(*(column[here] for column in found)))
-    return Postings(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
+        parts.append(_some(found, np.flatnonzero(here)))
+    return Postings(
+        np.concatenate([part.features for part in parts]),
+        np.concatenate([part.rows for part in parts]),
+        np.concatenate([part.strengths for part in parts]),
+    )
 
 
 def _sorted(found: Postings) -> Postings:
     """By feature, then row."""
-    order = np.argsort(found.features, kind="stable")  # rows are ascending already
-    return Postings(*(column[order] for column in found))
+    order = np.argsort(found.features.astype(np.uint16), kind="stable")  # by its low half: radix
+    if found.features.max(initial=0) >> 16:
+        order = order[np.argsort((found.features[order] >> 16).astype(np.uint16), kind="stable")]
+    return _some(found, order)  # rows are ascending already
+
+
+def _some(found: Postings, places: NDArray[np.int64]) -> Postings:
+    return Postings(found.features[places], found.rows[places], found.strengths[places])
 
 
 def _best(found: Postings) -> Postings:
     """The strongest rows of each feature, strongest first; of equal ones the earlier row."""
-    order = np.lexsort((-np.abs(found.strengths), found.features))
-    features = found.features[order]
-    begin = np.flatnonzero(np.diff(features, prepend=-1) != 0)
-    rank = np.arange(len(features)) - np.repeat(begin, np.diff(begin, append=len(features)))
-    kept = order[rank < BEST]
-    return Postings(*(column[kept] for column in found))
+    new = np.diff(found.features, prepend=-1) != 0
+    begin, which = np.flatnonzero(new), np.cumsum(new) - 1
+    last = np.minimum(begin + BEST, np.append(begin[1:], len(new))) - 1
+    # a size as a whole number that falls as it grows, behind its feature: numbers sort fast
+    weakness = 0xFFFFFFFF - np.abs(found.strengths).view(np.uint32).astype(np.uint64)
+    keys = which.astype(np.uint64) << 32 | weakness
+    places = np.flatnonzero(keys <= np.sort(keys)[last][which])  # and the equals of the last
+    order = places[np.lexsort((weakness[places], which[places]))]
+    begins = np.flatnonzero(np.diff(which[order], prepend=-1) != 0)
+    rank = np.arange(len(order)) - begins[which[order]]
+    return _some(found, order[rank < BEST])
 
 
 class RoleIndex:
@@ -148,7 +164,8 @@ class RoleIndex:
         """Its strongest rows, at most BEST, strongest first."""
         at, _, _ = self._place(feature)
         if at < 0:
-            return Postings(*(np.empty(0, t) for t in (np.int64, np.int64, np.float32)))
+            none = np.empty(0, np.int64)
+            return Postings(none, none, np.empty(0, np.float32))
         rows = slice(*self.group["best_ptr"][at : at + 2].tolist())
         found = self.group["best_row"][rows].astype(np.int64)
         return Postings(np.full(len(found), feature), found, self.group["best_strength"][rows])
