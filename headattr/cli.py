@@ -14,6 +14,7 @@ from headattr.commands import (
     Estimate,
     Models,
     QueryEdge,
+    Repair,
     TrainCrosscoder,
     TrainSae,
     TrainTranscoder,
@@ -30,6 +31,7 @@ COMMANDS: dict[str, type[Any]] = {
     "evaluate": Evaluate,
     "query edge": QueryEdge,
     "check": Check,
+    "repair": Repair,
     "models": Models,
     "dictionaries list": DictionariesList,
     "dictionaries inspect": Inspect,
@@ -158,6 +160,16 @@ def _check(command: Check) -> int:
     return 0 if answer["ok"] else 1
 
 
+def _repair(command: Repair) -> int:
+    from headattr.store.reader import open_store
+    from headattr.store.repair import render_repair, repair_store
+
+    with open_store(command.store) as store:
+        answer = repair_store(store, dry_run=command.dry_run)
+    _print(answer, command.json, render_repair)
+    return 0 if answer["ok"] else 1
+
+
 def _models(command: Models) -> int:
     from headattr.model.table import model_table, render_models
 
@@ -204,6 +216,7 @@ _RUN: dict[type[Any], Callable[[Any], int]] = {
     Estimate: _estimate,
     QueryEdge: _query_edge,
     Check: _check,
+    Repair: _repair,
     Models: _models,
     DictionariesList: _dictionaries_list,
     Evaluate: _about_dictionaries,
