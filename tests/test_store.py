@@ -16,6 +16,7 @@ from typing import Any
 
 import h5py
 import hdf5plugin  # noqa: F401  registers the zstd filter
+import light
 import made
 import numpy as np
 import pytest
@@ -27,7 +28,6 @@ from hypothesis.extra import numpy as np_st
 
 import headattr
 from headattr import query
-from headattr.config import RunConfig
 from headattr.edges import (
     Edge,
     EdgeRule,
@@ -47,13 +47,10 @@ from headattr.store.coding import (
     round_values,
     slot_type,
 )
-from headattr.store.columns import EDGE
 from headattr.store.format import key_type, make_keys, split_keys
-from headattr.store.manifest import begin, build_manifest
+from headattr.store.manifest import begin
 from headattr.store.reader import Store, open_store
-from headattr.store.sources import ActiveLists
-from headattr.store.writer import LayerPlan, PromptRecord, new_shard
-from headattr.tables import EdgePart, LayerFacts
+from headattr.store.writer import new_shard
 
 LENGTHS = (9, 14, 1, 40, 5, 22, 3, 17, 30, 2)
 TEXTS = tiny.prompts(*LENGTHS)
@@ -250,75 +247,18 @@ def test_keys_round_trip_and_sort_by_query_then_key(longest: int, dtype: Any) ->
     assert np.array_equal(np.argsort(keys, kind="stable"), np.lexsort((k_pos, q_pos)))
 
 
-def _long_prompt(length: int, prompt: int) -> tuple[PromptRecord, EdgePart, LayerFacts]:
-    """A prompt with one head and three edges, the last at its end."""
-    slots, score = np.array([[0, -1]] * 3), np.array([1.0, 2, 3])
-    columns: dict[str, Any] = {
-        name: slots if column.kind in "qk" else np.zeros((3, 2) if column.kind != "scalar" else 3)
-        for name, column in EDGE.items()
-    }
-    columns["q_pos"], columns["k_pos"] = np.array([0, 5, length - 1]), np.array([0, 3, length - 1])
-    columns["score"], columns["pattern"] = score, np.ones(3)
-    columns["totals"] = score[:, None, None] * np.array([[1, 0], [0, 0]])
-    columns["k_contrast_totals"] = np.zeros((3, 3))
-    columns["values"] = np.array([[1.0, 0], [2, 0], [3, 0]])
-    columns["q_parts"] = np.zeros((3, 0), np.int64)
-    facts = LayerFacts(
-        layer=0,
-        heads=np.array([0], np.int32),
-        kinds=("token", "bias"),
-        parts=(),
-        n_nonfinite=0,
-        flagged=np.arange(length) == 0,
-        sink_share=np.ones((1, length)),
-        share_sums=np.ones((1, 4)),
-        pattern_error=0.0,
-        block_completeness=None,
-    )
-    lists = ActiveLists(
-        np.arange(length + 1), np.arange(length) % 7, np.ones(length), np.arange(length) > 0
-    )
-    tokens = (np.arange(length) % 7).tolist()
-    shown = [f"<{token}>" for token in tokens]
-    record = PromptRecord(prompt, tokens, shown, None, {}, False, {0: lists})
-    return record, EdgePart(0, columns, None), facts
-
-
 @pytest.mark.parametrize(("length", "dtype"), [(65536, np.uint32), (65537, np.uint64)])
 def test_a_prompt_beyond_65536_tokens_has_wide_keys(
     tmp_path: Path, length: int, dtype: Any
 ) -> None:
-    plans = [LayerPlan(0, [0], 0, None, None, False, "none given")]
-    source = {
-        "kind": "tokens",
-        "layer": 0,
-        "name": "tokens",
-        "hash": "tokens",
-        "labels": None,
-        "groups": [],
-        "n_features": 7,
-        "first": 0,
-    }
-    config = RunConfig("m", ("0=tokens",), "t", str(tmp_path))
-    manifest = build_manifest(
-        config,
-        model={"hash": "m", "notes": []},
-        sources=[source],
-        plans=plans,
-        prompts=[0, 1],
-        set_aside=[],
-        bos={"prepend": False},
-        texts_hash="t",
-        layers_without_basis=[],
-        listed_hash=None,
-        labelled=[],
-    )
     out = tmp_path / "results"
+    manifest = light.manifest_of(out, 2)
     begin(out, manifest, {})
     with new_shard(
-        out / "shards", 0, plans, manifest_hash=manifest["hash"], longest=length
+        out / "shards", 0, light.PLANS, manifest_hash=manifest["hash"], longest=length
     ) as shard:
-        for record, edges, facts in (_long_prompt(7, 0), _long_prompt(length, 1)):
+        for prompt, tokens in enumerate((7, length)):
+            record, edges, facts = light.long_prompt(tokens, prompt, [1.0, 2.0, 3.0])
             shard.add_prompt(record)
             shard.add_edges(0, edges)
             shard.add_layer(facts)
@@ -449,7 +389,7 @@ def test_every_dataset_and_attribute_is_in_format_md(
     text, described = FORMAT.read_text(encoding="utf-8"), described_datasets()
     seen: set[str] = set()
     runs = (finished, capped, stacked, contrasted)
-    for one, name, value in [(one, *item) for one in runs for item in content(one).items()]:
+    for one, name, value in [(out, *item) for out in runs for item in content(out).items()]:
         _, path, *attribute = name.split()
         known = re.sub(r"^layer/\d+/?", "", re.sub(r"^source/\d+", "source/S", path))
         known = re.sub(r"^index/[qkvo]", "index/R", known)
