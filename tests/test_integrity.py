@@ -440,6 +440,36 @@ def test_refresh_sees_what_was_finished_since_and_what_was_set_aside(tmp_path: P
             light.assert_right(store, prompt)
 
 
+def test_rows_beyond_two_to_the_31_are_read_where_they_are(tmp_path: Path) -> None:
+    """V36: the same edges, behind as many that were never written."""
+    light.write(tmp_path, 1)
+    path, before = tmp_path / "shards" / "00000.h5", (1 << 31) + 7
+    with h5py.File(path, "r+") as file:
+        layer: Any = file["layer/0"]
+        names: list[str] = []
+        layer.visititems(
+            lambda name, item: names.append(name) if getattr(item, "chunks", None) else None
+        )
+        for name in (name for name in names if not name.startswith("index/")):
+            own = layer[name][3:]
+            del layer[name]
+            shape, chunks = (before + 3, *own.shape[1:]), (4096, *own.shape[1:])
+            layer.create_dataset(name, shape, own.dtype, chunks=chunks)[before:] = own
+        layer["group_ptr"][:] = [0, before, before + 3]
+    sidecar = path.with_suffix(".json")
+    size = path.stat().st_size
+    sidecar.write_text(json.dumps(json.loads(sidecar.read_text()) | {"bytes": size}))
+    assert size < 2_000_000
+    with Store(tmp_path) as store:
+        light.assert_right(store, 1)
+        view = store.shards[0].layer(0)
+        assert len(view) == before + 3
+        rows = np.arange(before, before + 3)
+        assert view.where(rows).prompt.tolist() == [1, 1, 1]
+        assert view.where(slice(before, before + 3)).q_pos.tolist() == [0, 5, 7]
+        assert view.read(view.edge_columns["score"], rows).tolist() == light.scores_of(1)
+
+
 FORKED = """
 import os, pickle, sys, time
 sys.path.insert(0, sys.argv[1])

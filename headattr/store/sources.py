@@ -33,7 +33,8 @@ class SourceWriter:
 
     def __init__(self, group: h5py.Group, filters: Filter) -> None:
         """An empty source."""
-        self.group, self.filters = group, filters
+        self.group = group
+        self.filters: Filter = filters
         self.features = Growing(group, "feature", SCALAR_CHUNK, filters)
         self.acts = Growing(group, "act", SCALAR_CHUNK, filters)
         self.lengths: list[NDArray[np.int64]] = []

@@ -121,7 +121,8 @@ class ShardWriter:
         filters: Filter,
     ) -> None:
         """An empty shard; `keys`: the type of edge keys."""
-        self.file, self.prompts, self.filters = file, list[PromptRecord](), filters
+        self.file, self.prompts = file, list[PromptRecord]()
+        self.filters: Filter = filters
         self.set_aside: list[dict[str, Any]] = []
         """Prompts that failed, for the sidecar."""
         self.sources: dict[int, SourceWriter] = {}
