@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 SAES := $(or $(HEADATTR_CACHE),$(HOME)/.cache/headattr)/smollm2-saes
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test test-slow smollm2 smollm2-saes gemma3 test-gemma3 lint types imports proven bench clean
+.PHONY: demo test test-slow smollm2 smollm2-saes gemma3 test-gemma3 lint types imports proven bench soak clean
 
 demo: $(INSTALLED)
 	$(BIN)/headattr demo
@@ -47,6 +47,10 @@ proven: $(INSTALLED)
 
 bench: $(INSTALLED)
 	$(BIN)/python benchmarks/run.py
+
+# Ten minutes of readers while writers publish and are killed.
+soak: $(INSTALLED)
+	$(BIN)/python scripts/soak_store.py --minutes 10
 
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

@@ -46,7 +46,7 @@ _HELD = 8192
 _PROCESS = 700e6
 """Bytes of Python with torch, transformers and sae_lens."""
 _SLOT, _FALLING, _FLOAT = 0.62, 1.05, 3.45
-_ROUNDED = {16: 2.6, 10: 1.65, 7: 1.35}
+_ROUNDED = {16: 2.6, 10: 1.65, 7: 1.35, 6: 1.25}
 """Bytes on disk, as measured on SmolLM2: of a byte of a slot, of a number of each precision."""
 _INDEXED = 12
 """Bytes an edge of the index of one role."""

@@ -119,8 +119,7 @@ def _row_of(
     ov = None
     if table.ov is not None:
         whole = float(table.ov.block_completeness[edge.q_pos])
-        cells = _cells(table.ov, ov_columns(parts=True))
-        ov = OvRow(block_completeness=whole, o_reads=table.ov.o_reads[0], **cells)
+        ov = OvRow(block_completeness=whole, **_cells(table.ov, ov_columns(parts=True)))
     return EdgeRow(
         edge=edge,
         tokens=tokens,

@@ -17,7 +17,7 @@ from headattr.errors import StoreError
 from headattr.export.parts import Part
 from headattr.store.fields import TABLES
 from headattr.store.format import MANIFEST, file_hash, write_json
-from headattr.store.manifest import _remove_stale
+from headattr.store.manifest import stale_files
 
 EXPORT_FORMAT, VERSION = "headattr-export", "1.0"
 PARTS, ASKED = ".parts", "export.json"
@@ -49,7 +49,8 @@ def prepare(folder: Path, asked: Mapping[str, Any]) -> None:
     try:
         for part in (folder, folder / PARTS, *(folder / table for table in asked["tables"])):
             part.mkdir(parents=True, exist_ok=True)
-            _remove_stale(part)
+            for stale in stale_files(part):
+                stale.unlink(missing_ok=True)
         if not path.is_file():
             write_json(path, asked)
     except OSError as error:

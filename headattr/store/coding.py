@@ -13,9 +13,11 @@ from headattr.errors import StoreError
 PAIR_BITS = 10
 """Mantissa bits of pair values that are not kept as falling codes: relative error 2**-11."""
 SUM_BITS = 16
-"""Mantissa bits of parts that add up to a contrast: 2**-17."""
+"""Mantissa bits of reads, and of parts that add up to a contrast: 2**-17."""
 COARSE_BITS = 7
-"""Mantissa bits of what stands beside them (contrasts, ablations, what is moved): 2**-8."""
+"""Mantissa bits of contrasts and ablations of features, and of norms of what they write: 2**-8."""
+ROUGH_BITS = 6
+"""Mantissa bits of contrasts of pairs and of the parts of a read: 2**-7."""
 STEPS_AN_OCTAVE = 720
 """Steps of a falling code that halve a value: relative error at most 2**-11."""
 _NOTHING = 0x7FFF
@@ -93,7 +95,9 @@ def falling_problem(first: NDArray[np.integer], codes: NDArray[np.uint16]) -> st
     """What no writer writes: a code that does not begin with its first size, or goes on behind the
     end, or a size that is not finite."""
     nothing = codes >> 1 == _NOTHING
-    if not np.isfinite(falling_values(first, codes)).all():
+    with np.errstate(over="ignore"):
+        values = falling_values(first, codes)
+    if not np.isfinite(values).all():
         return "has non-finite values"
     if (np.diff(nothing.astype(np.int8)) < 0).any() or (codes[nothing] & 1).any():
         return "goes on behind its end"

@@ -5,7 +5,7 @@ Writer, reader, index, export and check go through these; FORMAT.md says what ea
 
 from typing import Literal, NamedTuple
 
-from headattr.store.coding import COARSE_BITS, PAIR_BITS, SUM_BITS
+from headattr.store.coding import COARSE_BITS, PAIR_BITS, ROUGH_BITS, SUM_BITS
 
 
 class Column(NamedTuple):
@@ -34,7 +34,7 @@ EDGE: dict[str, Column] = {
     "contrast_completeness": Column("contrast_completeness", "scalar", COARSE_BITS),
     "totals": Column("qk/totals", "array"),
     "values": Column("qk/value", "falling"),
-    "pair_contrasts": Column("qk/contrast", "array", COARSE_BITS),
+    "pair_contrasts": Column("qk/contrast", "array", ROUGH_BITS),
     "q_slots": Column("qk/q_slots", "q"),
     "k_slots": Column("qk/k_slots", "k"),
     "q_contrast_totals": Column("qk/q_contrast_totals", "array", SUM_BITS),
@@ -76,9 +76,9 @@ OV: dict[str, Column] = {
     "v_top": Column("ov/v_top", "k"),
     "v_norms": Column("ov/v_norms", "array", COARSE_BITS),
     "o_top": Column("ov/o_top", "o"),
-    "o_totals": Column("ov/o_totals", "array", COARSE_BITS),
+    "o_reads": Column("ov/o_reads", "array", SUM_BITS),
+    "o_totals": Column("ov/o_totals", "array", ROUGH_BITS),
 }
-"""The read of an output feature is the sum of its totals, and not kept apart."""
 
 Rank = Literal["value", "contrast"]
 

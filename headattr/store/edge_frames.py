@@ -214,8 +214,7 @@ def feature_rows(block: Block) -> Frame:
         elif role.name == "v":
             cells["norm"] = block.read(columns["v_norms"])
         else:
-            block.read(columns["o_totals"])
-            cells["read"] = view.reads(block.rows)[block.keep]
+            cells["read"] = block.read(columns["o_reads"])
         cells["source"] = np.full(found.slots.shape, block.naming.sources[found.source], object)
         made.append((role.name, found.slots >= 0, cells))
     return _by_role(block, made, (*_SIDE, "norm", "read"))

@@ -116,18 +116,25 @@ def collect(view: LayerView, role: Role, low: int, high: int) -> Postings:
 
 def _sorted(found: Postings) -> Postings:
     """By feature, then row."""
-    order = np.argsort(found.features, kind="stable")  # rows are ascending already
-    return found.at(order)
+    order = np.argsort(found.features.astype(np.uint16), kind="stable")  # by its low half: radix
+    if found.features.max(initial=0) >> 16:
+        order = order[np.argsort((found.features[order] >> 16).astype(np.uint16), kind="stable")]
+    return found.at(order)  # rows are ascending already
 
 
 def _best(found: Postings) -> Postings:
     """The strongest rows of each feature, strongest first; of equal ones the earlier row."""
-    order = np.lexsort((-np.abs(found.strengths), found.features))
-    features = found.features[order]
-    begin = np.flatnonzero(np.diff(features, prepend=-1) != 0)
-    rank = np.arange(len(features)) - np.repeat(begin, np.diff(begin, append=len(features)))
-    kept = order[rank < BEST]
-    return found.at(kept)
+    new = np.diff(found.features, prepend=-1) != 0
+    begin, which = np.flatnonzero(new), np.cumsum(new) - 1
+    last = np.minimum(begin + BEST, np.append(begin[1:], len(new))) - 1
+    # a size as a whole number that falls as it grows, behind its feature: numbers sort fast
+    weakness = 0xFFFFFFFF - np.abs(found.strengths).view(np.uint32).astype(np.uint64)
+    keys = which.astype(np.uint64) << 32 | weakness
+    places = np.flatnonzero(keys <= np.sort(keys)[last][which])  # and the equals of the last
+    order = places[np.lexsort((weakness[places], which[places]))]
+    begins = np.flatnonzero(np.diff(which[order], prepend=-1) != 0)
+    rank = np.arange(len(order)) - begins[which[order]]
+    return found.at(order[rank < BEST])
 
 
 def role_index(view: LayerView, name: RoleName) -> "RoleIndex":

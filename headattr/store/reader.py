@@ -183,7 +183,7 @@ class Store:
             whole = float(view.dataset("ov/block_completeness")[q_at])
             moved: dict[str, Any] = dict.fromkeys(OV_PARTS, np.empty(0, np.float32))
             moved |= _cells(view, view.ov_columns, row)
-            ov = OvRow(block_completeness=whole, o_reads=view.reads(row), **moved)
+            ov = OvRow(block_completeness=whole, **moved)
         by_id = view.output is None or bool(view.attrs["every_output"])
         return EdgeRow(
             edge=edge,

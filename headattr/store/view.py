@@ -211,17 +211,10 @@ class LayerView:
         at = where.begin + (where.q_pos if column.kind == "q" else where.k_pos)
         return self.source(self.basis).ids(slots, at)
 
-    def reads(self, rows: Rows) -> NDArray[np.float32]:
-        """What each of the strongest output features reads: the sum of its totals."""
-        totals = self.read(self.ov_columns["o_totals"], rows)
-        return totals.astype(np.float64).sum(-1).astype(np.float32)
-
     def strongest(
         self, role: Role, rows: slice | NDArray[np.integer], where: Where
     ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
         """Ids [row, 8] of the features of a role, -1 for none, and how strong each is."""
         columns = self.edge_columns if role.table == "qk" else self.ov_columns
         ids = self.ids(columns[role.top], rows, where)
-        if role.strength == "o_reads":
-            return ids, self.reads(rows)
         return ids, self.read(columns[role.strength], rows)
