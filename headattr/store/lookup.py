@@ -118,9 +118,7 @@ def _of_feature(shard: Shard, view: LayerView, feature: int, name: str) -> _Foun
     index = RoleIndex(view, role)
     best, count = index.best(feature), index.count(feature)
     bound = float(np.abs(best.strengths[-1])) if count > len(best.rows) else -1.0
-    return _Found(
-        shard, view, best.rows, best.strengths, bound, count, lambda: index.all(feature)
-    )
+    return _Found(shard, view, best.rows, best.strengths, bound, count, lambda: index.all(feature))
 
 
 def pair_page(

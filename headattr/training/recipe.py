@@ -41,7 +41,8 @@ class Recipe:
     out: str = ""
     """The folder of the result, relative to where the command runs; --out overrides it."""
     activation: Trained = "batchtopk"
-    """batchtopk and jumprelu are saved with thresholds."""
+    """batchtopk and jumprelu are saved with thresholds; batchtopk with one, at which up to 65,536
+    of the training positions have k features active on average."""
     epochs: float = 1.0
     """How often each position is seen; may be a fraction."""
     batch_size: int = 1024

@@ -19,7 +19,8 @@ from torch import Tensor
 from headattr.errors import UsageError
 from headattr.model.load import LoadedModel, load_model
 from headattr.model.sites import Site
-from headattr.training.harvest import Activations, Wanted, bytes_of, harvest, width_of
+from headattr.training.calibration import calibration_positions
+from headattr.training.harvest import Activations, Rows, Wanted, bytes_of, harvest, width_of
 from headattr.training.jobs import Job, jobs_of
 from headattr.training.loop import Checkpoint, moments, train
 from headattr.training.recipe import KINDS, Recipe, read_recipe
@@ -35,6 +36,8 @@ from headattr.training.results import (
 from headattr.training.scores import coders_of, score
 from headattr.training.textset import Windows, counted_positions, make_windows, token_texts
 
+CHECKPOINTS = 2
+"""What checkpoints hold; counts up with each change."""
 GIGABYTE = 1e9
 Say = Callable[[str], None]
 
@@ -146,7 +149,8 @@ class _Work:
         rows = data.rows_for(job.sites)
         trainee = job.make(moments(rows))
         path = self.folder / f"checkpoint-{job.name}.safetensors"
-        kept = Checkpoint(path, f"{self.identity} {job.name}", self.recipe.checkpoint_every)
+        identity = f"{self.identity} {job.name} {CHECKPOINTS}"
+        kept = Checkpoint(path, identity, self.recipe.checkpoint_every)
         seconds = train(trainee, rows, self.recipe, kept, job.name, self.say)
         self.result.mkdir(parents=True, exist_ok=True)
         job.write(trainee, self.result)
@@ -158,12 +162,17 @@ class _Work:
         found = {
             "scores": scores._asdict(),
             "trained_positions": len(rows),
+            "threshold_positions": self._calibrated(rows),
             "seconds": {"harvest": data.seconds + held_out.seconds, "training": seconds},
         }
         partial = self._done(job).with_suffix(".part")
         partial.write_text(json.dumps(found), encoding="utf-8")
         partial.replace(self._done(job))
         path.unlink(missing_ok=True)
+
+    def _calibrated(self, rows: Rows) -> int | None:
+        """How many positions decided the threshold; None where it was learnt, or there is none."""
+        return calibration_positions(rows) if self.recipe.activation == "batchtopk" else None
 
     def finish(self, jobs: Sequence[Job], out: Path) -> dict[str, Any]:
         """Complete the result and give it its name."""
@@ -189,6 +198,7 @@ class _Work:
             "tokens": self.windows.train.numel(),
             "held_out_tokens": self.windows.held_out.numel(),
             "trained_positions": {name: f["trained_positions"] for name, f in found.items()},
+            "threshold_positions": {name: f["threshold_positions"] for name, f in found.items()},
             "features": sum(job.features for job in jobs),
             "dictionaries": {name: f["scores"] for name, f in found.items()},
             "seconds": {
