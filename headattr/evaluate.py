@@ -19,6 +19,7 @@ from headattr.attribution.shares import ShareSums, layer_shares, no_shares
 from headattr.basis.active import ActiveFeatures
 from headattr.basis.report import Tally
 from headattr.basis.whole import Whole, load_whole
+from headattr.comparison import row_of
 from headattr.edges import HeadId, parse_heads, parse_layers
 from headattr.errors import PromptError
 from headattr.inputs import releases_of
@@ -40,6 +41,8 @@ class Chosen(NamedTuple):
     batch_size: int = 8
     memory: str | None = None
     progress: bool = False
+    layers: tuple[int, ...] | None = None
+    """Those that were asked for; None: all."""
 
 
 def evaluate(asked: Evaluate) -> dict[str, Any]:
@@ -59,6 +62,7 @@ def evaluate(asked: Evaluate) -> dict[str, Any]:
         asked.batch_size,
         asked.memory,
         asked.progress,
+        None if asked.layers == "all" else tuple(sorted(layers)),
     )
     prove(model, sorted({head.layer for head in chosen.heads}))
     answers = []
@@ -79,15 +83,15 @@ def judge(
     "loss_clean", "loss": {site or "together": {"spliced", "ablated", "recovered"}}, "layers":
     [{"layer", "feature_share", "feature_share_centred" (of all edges), "feature_share_counted",
     "feature_share_counted_centred", "output_share" (without positions that swallow attention)}],
-    "heads": [the same with "head"], "layers_without_basis", "failed": {prompt: reason}}. Losses are
-    in nats a token.
+    "heads": [the same with "head"], "layers_without_basis", "failed": {prompt: reason}, "row": what
+    is compared (`comparison.row_of`)}. Losses are in nats a token.
     """
     work = _Judge(model, whole, prompts, chosen)
     about = whole.source.about
     work.measure()
     nothing = {"loss_clean": None, "loss": {}}
     losses = work.splice() if work.tally.positions else nothing
-    return {
+    answer = {
         "name": about.name,
         "kind": about.kind,
         "features": about.n_features,
@@ -102,6 +106,7 @@ def judge(
         "layers_without_basis": sorted({head.layer for head in chosen.heads} - whole.views.keys()),
         "failed": {str(prompt): reason for prompt, reason in work.passes.failed.items()},
     }
+    return {**answer, "row": row_of(whole.source, answer, chosen.layers)}
 
 
 class _Judge:
