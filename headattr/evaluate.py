@@ -30,7 +30,7 @@ from headattr.model.load import LoadedModel
 from headattr.model.proof import TOLERANCE, prove
 from headattr.model.sites import Site
 from headattr.model.tokens import Prompt
-from headattr.passes import Passes, bar, counted_of, given
+from headattr.passes import Passes, bar, counted_of, given_each
 from headattr.query import share_of
 
 
@@ -47,14 +47,16 @@ class Chosen(NamedTuple):
 
 def evaluate(asked: Evaluate) -> dict[str, Any]:
     """The command `evaluate`: {"model", "prompts", "tokens", "left", "bos", "set_aside",
-    "dictionaries": [the answer of `judge` and "path"]}.
+    "dictionaries": [the answer of `judge`, "path", "bos" and "tokens"]}. Each is judged with or
+    without BOS as it was trained: where that is not the same for all, "bos" and "tokens" of all are
+    null.
 
     Raises HeadattrError, before any pass, for whatever does not fit.
     """
     asked.check_given("evaluate")
     named = releases_of(asked.dictionaries)
-    found = given(asked, [one.release for one in named])
-    model = found.model
+    found = given_each(asked, named)
+    model = found[0].model
     layers = set(parse_layers(asked.layers, len(model.layers)))
     heads = parse_heads(asked.heads, len(model.layers), model.n_heads)
     chosen = Chosen(
@@ -66,11 +68,15 @@ def evaluate(asked: Evaluate) -> dict[str, Any]:
     )
     prove(model, sorted({head.layer for head in chosen.heads}))
     answers = []
-    for one in named:
+    for one, here in zip(named, found, strict=True):
         whole = load_whole(one.release, model, one.layer)
-        answer = judge(model, whole, found.prompts, chosen)
-        answers.append({"path": one.release.path, **answer})
-    return {**found.about(), "dictionaries": answers}
+        answer = judge(model, whole, here.prompts, chosen)
+        said = {"path": one.release.path, "bos": here.bos._asdict(), "tokens": here.tokens}
+        answers.append({**said, **answer})
+    about = found[0].about()
+    if any(here.bos.prepend != found[0].bos.prepend for here in found):
+        about |= {"bos": None, "tokens": None}
+    return {**about, "dictionaries": answers}
 
 
 def judge(

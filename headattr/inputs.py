@@ -97,7 +97,7 @@ def releases_of(specs: Sequence[str]) -> list[NamedRelease]:
     embedded = embedded_folder() if "demo" in specs else None
     found: dict[Any, NamedRelease] = {}
     for text in specs:
-        for spec in parse_specs((text,), "basis", embedded):
+        for spec in parse_specs((text,), "basis", embedded, flag=False):
             if spec.kind != "sae":
                 continue
             layer = None if spec.layer == EVERY_LAYER else spec.layer

@@ -48,7 +48,7 @@ def label(asked: Label) -> dict[str, Any]:
             written.append(_write(given_labels(asked.given, _parts(one.release)), one, out))
         return {"written": written, "set_aside": []}
     asked.check_given("dictionaries label")
-    found = given(asked, [one.release for one in named])
+    found = given(asked, named)
     aside = [entry.as_dict() for entry in found.set_aside]
     for one, out in zip(named, outs, strict=True):
         whole = load_whole(one.release, found.model, one.layer)

@@ -6,6 +6,8 @@ from typing import Any
 from headattr.edges import layer_ranges
 
 _COLUMNS = ("L0", "dead", "dense", "EV", "recovered", "scores", "centred", "outputs")
+FEW = 200
+"""Positions below which explained variance says little."""
 _NAMES = 3  # columns of words before those
 _LEGEND = (
     "L0: active features a position; dead, dense: share of the features that are active nowhere",
@@ -30,8 +32,11 @@ def render_report(report: Mapping[str, Any]) -> list[str]:
         f"first {report['positions']} positions: L0 {report['l0']:.1f}"
         + (f", explained variance {shown}" if shown else "")
     ]
+    n = report["positions"]
+    unless = f"unless it is undertrained, or the texts are {'few or ' if n < FEW else ''}unusual"
     return lines + [
-        f"explained variance at {site} is below 0: its scaling, or its site, is probably wrong"
+        f"explained variance at {site} is below 0 on {n} positions: its scaling, or its site, is "
+        f"probably wrong, {unless}"
         for site, ev in found.items()
         if ev is not None and ev < 0
     ]
@@ -42,6 +47,7 @@ def render_inspection(answer: Sequence[Mapping[str, Any]]) -> str:
     lines: list[str] = []
     for release in answer:
         lines.append(f"{release['name']}: {release['kind']}, {release['features']:,} features")
+        lines += [f"  not whole: {release['gap']}"] if release["gap"] else []
         lines += [f"  {release['path']}"] if release["path"] else []
         for one in release["dictionaries"]:
             lines += _dictionary(one)
@@ -74,8 +80,12 @@ def render_evaluation(answer: Mapping[str, Any]) -> str:
     layer."""
     found = answer["dictionaries"]
     left = f", {answer['left']} left for --max-tokens" if answer["left"] else ""
+    # trained with BOS and without: each with prompts of its own
+    tokens = [answer["tokens"]] if answer["tokens"] else [one["tokens"] for one in found]
+    shown = " or ".join(f"{count:,}" for count in dict.fromkeys(tokens))
     lines = [
-        f"{answer['prompts']} prompts of {answer['tokens']:,} tokens{left}",
+        f"{answer['prompts']} prompts of {shown} tokens{left}",
+        *(_bos(one) for one in found if answer["bos"] is None),
         *(f"  set aside: line {a['line']}: {a['reason']}" for a in answer["set_aside"]),
         *_table(found),
         *_LEGEND,
@@ -83,6 +93,11 @@ def render_evaluation(answer: Mapping[str, Any]) -> str:
     for one in found:
         lines += _details(one)
     return "\n".join(lines)
+
+
+def _bos(one: Mapping[str, Any]) -> str:
+    how = "with" if one["bos"]["prepend"] else "without"
+    return f"  {one['name']} is judged {how} BOS ({one['bos']['why']})"
 
 
 def _table(found: Sequence[Mapping[str, Any]]) -> Iterable[str]:
