@@ -97,6 +97,8 @@ def _no_command(arguments: list[str]) -> int:
     for name, command in {**named, **COMMANDS}.items():
         print(f"  headattr {name:18} {(command.__doc__ or '').splitlines()[0]}", file=out)
     print("\n`headattr COMMAND --help` says more, with an example.", file=out)
+    if words[:1] == ["train"]:
+        print("`headattr train sae --help` (or another kind) lists the keys of a recipe.", file=out)
     return 0 if asked else 2
 
 
@@ -134,12 +136,14 @@ def _estimate(config: Estimate) -> int:
 
 def _query_edge(command: QueryEdge) -> int:
     from headattr import query
+    from headattr.inputs import check_result
     from headattr.store.reader import open_store
     from headattr.viewers.text import render_edge
 
     for name in ("pairs", "features"):
         if getattr(command, name) < 0:
             raise UsageError(f"--{name} is {getattr(command, name)}; expected at least 0")
+    check_result(command.store)
     with open_store(command.store) as store:
         answer = query.query_edge(store, command.prompt, command.head, command.q, command.k)
         _warn(store.problems)
@@ -149,9 +153,11 @@ def _query_edge(command: QueryEdge) -> int:
 
 
 def _check(command: Check) -> int:
+    from headattr.inputs import check_result
     from headattr.store.check import check_store, render_check
     from headattr.store.reader import open_store
 
+    check_result(command.store)
     with open_store(command.store) as store:
         answer = check_store(store)
     _print(answer, command.json, render_check)
@@ -187,13 +193,16 @@ def _about_dictionaries(command: Any) -> int:
     return 0
 
 
-def _train(command: _Train, kind: str) -> int:
+def _train(command: _Train) -> int:
     from headattr.training.run import render_training, train_file
 
     _quiet()
-    answer = train_file(
-        command.recipe, kind, command.out, lambda said: print(said, file=sys.stderr, flush=True)
-    )
+
+    def say(said: str) -> None:
+        if command.progress:
+            print(said, file=sys.stderr, flush=True)
+
+    answer = train_file(command.recipe, command.kind, command.out, say)
     _print(answer, command.json, render_training)
     return 0
 
@@ -209,9 +218,9 @@ _RUN: dict[type[Any], Callable[[Any], int]] = {
     Evaluate: _about_dictionaries,
     Inspect: _about_dictionaries,
     Label: _about_dictionaries,
-    TrainSae: lambda command: _train(command, "sae"),
-    TrainTranscoder: lambda command: _train(command, "transcoder"),
-    TrainCrosscoder: lambda command: _train(command, "crosscoder"),
+    TrainSae: _train,
+    TrainTranscoder: _train,
+    TrainCrosscoder: _train,
 }
 
 

@@ -86,7 +86,7 @@ def render_run(answer: dict[str, Any]) -> str:
             for use, key in (("decomposes", "decomposes"), ("reads heads of", "reads_heads_of"))
             if source[key]
         ]
-        lines.append(f"  layer {source['layer']}: {source['name']} ({about}) {', '.join(uses)}")
+        lines.append(f"  {_place(source)}: {source['name']} ({about}) {', '.join(uses)}")
         if source["report"] is not None:
             lines += [f"    {line}" for line in render_report(source["report"])]
         lines += [f"    assumed: {assumed}" for assumed in source["assumed"]]
@@ -103,6 +103,15 @@ def render_run(answer: dict[str, Any]) -> str:
     ]
     lines += [f"  problem: {problem}" for problem in answer["problems"]]
     return "\n".join(lines)
+
+
+def _place(source: dict[str, Any]) -> str:
+    """Where a dictionary is: a crosscoder, or a set that decomposes several layers, at all of
+    them."""
+    layers = source["decomposes"]
+    if len(layers) > 1:
+        return f"layers {layer_ranges(layers)}"
+    return f"layer {source['layer']}"
 
 
 def _error(value: float | None) -> str:

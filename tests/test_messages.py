@@ -1,7 +1,9 @@
 """What is off in dictionaries and commands is said as it is: what was found, and what to do."""
 
 import json
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tiny
@@ -10,7 +12,11 @@ import yaml
 
 from headattr.basis.dictionary import Activation
 from headattr.basis.formats.crosscoder import CrosscoderConfig, write_crosscoder
+from headattr.basis.formats.registry import open_release
 from headattr.cli import main
+from headattr.errors import UsageError
+from headattr.model.files import locate
+from headattr.training.recipe import KINDS
 from headattr.training.results import write_transcoder
 from headattr.viewers.dictionaries import FEW, render_report
 
@@ -132,9 +138,8 @@ def test_two_dictionaries_of_one_layer_are_named_with_how_to_give_one_each(
     err = said(capsys, *run(place, "--basis", cc, sae))
     assert f"layer 3 is given twice, by {cc} and by {sae}" in err
     assert f"say which, as 1={cc} 2={cc} 3=..." in err
-    assert (
-        main([str(word) for word in run(place, "--basis", f"1={cc}", f"2={cc}", f"3={sae}")]) == 0
-    )
+    words = run(place, "--basis", f"1={cc}", f"2={cc}", f"3={sae}", out="one-each")
+    assert main([str(word) for word in words]) == 0
 
 
 @pytest.mark.parametrize("command", [["evaluate"], ["dictionaries", "inspect"]])
@@ -200,3 +205,106 @@ def test_a_fit_below_nothing_says_of_how_many_positions_it_is(n: int, few: bool)
     assert f"below 0 on {n} positions" in line
     assert "undertrained" in line
     assert ("few or unusual" in line) is few
+
+
+def test_a_crosscoder_is_said_to_be_at_all_of_its_layers(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = run(place, "--basis", place / "several" / "cc", "--edges", "top:1", out="layers")
+    assert main([str(word) for word in words]) == 0
+    out = capsys.readouterr().out
+    assert "  layers 1-3: cc (crosscoder" in out
+    assert "decomposes 1-3" in out
+
+
+# Names that mean something else -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", [["check"], ["query", "edge"]])
+def test_what_is_no_result_is_said_to_be_what_it_is(
+    place: Path, capsys: pytest.CaptureFixture[str], command: list[str]
+) -> None:
+    edge = ["--prompt", 0, "--head", "L1H0", "--q", 1, "--k", 0] if len(command) > 1 else []
+    assert "nope does not exist" in said(capsys, *command, place / "nope", *edge, code=1)
+    err = said(capsys, *command, place / "several" / "sae3", *edge, code=1)
+    assert "sae3 is a dictionary (saelens), not a result" in err
+    assert "headattr dictionaries inspect" in err
+
+
+def test_a_slip_in_an_option_is_put_apart_from_what_was_meant(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    err = said(capsys, *run(place, "--basis", "demo", "--haeds", "L3H0"))
+    assert "--haeds, L3H0; perhaps you meant: --heads" in err
+
+
+@pytest.mark.parametrize(
+    ("slip", "meant"), [("demoo", "demo"), ("smollm", "smollm2"), ("gemma-270m", "gemma3-270m")]
+)
+def test_a_slip_in_a_models_name_is_not_looked_up(slip: str, meant: str) -> None:
+    with pytest.raises(UsageError, match=f"did you mean {meant}"):
+        locate(slip)
+    assert locate("gpt2") == ("gpt2", None)
+    assert locate("org/demoo") == ("org/demoo", None)
+
+
+# Training -----------------------------------------------------------------------------------------
+
+RECIPE: dict[str, Any] = {
+    "model": "./model",
+    "texts": ["texts.txt"],
+    "context_size": 4,
+    "prepend_bos": False,
+    "tokens": 16,
+    "held_out_tokens": 8,
+    "d_sae": 16,
+    "k": 3,
+    "batch_size": 4,
+}
+OWN: dict[str, dict[str, Any]] = {
+    "sae": {"site": "resid_pre 1"},
+    "transcoder": {"layers": [0, 1]},
+    "crosscoder": {"sites": [1, 2], "causal": True},
+}
+
+
+def recipe(place: Path, kind: str) -> Path:
+    path = place / f"{kind}.toml"
+    keys = {**RECIPE, **OWN[kind]}
+    path.write_text("".join(f"{key} = {json.dumps(value)}\n" for key, value in keys.items()))
+    return path
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_headattr_wrote_itself_leaves_nothing_to_assume(
+    place: Path, capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
+    out = place / "trained" / kind
+    assert main(["train", kind, str(recipe(place, kind)), "--out", str(out), "--no-progress"]) == 0
+    assert capsys.readouterr().err == ""
+    found = open_release(out).dictionaries
+    assert [one.assumed for one in found] == [()] * len(found)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("other", KINDS)
+def test_a_recipe_of_another_kind_is_said_to_be_one(
+    place: Path, capsys: pytest.CaptureFixture[str], kind: str, other: str
+) -> None:
+    if kind != other:
+        err = said(capsys, "train", kind, recipe(place, other), "--out", place / "none")
+        assert f"it looks like a {other} recipe, which `headattr train {other}` takes" in err
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_help_of_a_training_lists_every_key_of_its_recipe(
+    capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
+    assert main(["train", "--help"]) == 0
+    assert "lists the keys of a recipe" in capsys.readouterr().out
+    assert main(["train", kind, "--help"]) == 0
+    shown = capsys.readouterr().out
+    for field in fields(KINDS[kind]):
+        assert f"\n  {field.name}: " in shown
+    lines = "  batch_size: an integer, by default 1024\n    Positions in one optimiser step.\n"
+    assert lines in shown

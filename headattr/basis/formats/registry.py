@@ -42,6 +42,11 @@ def formats() -> tuple[Format, ...]:
     return tuple(sorted(found, key=lambda known: known.name))
 
 
+def format_of(path: Path) -> str | None:
+    """The name of the format that a folder or file looks like; None for none."""
+    return next((known.name for known in formats() if known.matches(path)), None)
+
+
 def open_release(path: Path) -> Release:
     """The dictionaries of a folder (or of the folders in it, where they are transcoders that belong
     together), whatever their format.
