@@ -60,8 +60,8 @@ def with_measured(
 
 
 def _joined(new: FeatureLabel, old: FeatureLabel) -> FeatureLabel:
-    pairs = zip(new, old, strict=True)
-    return FeatureLabel(*(b if a is None or a == [] else a for a, b in pairs))
+    missing = {name for name, value in new._asdict().items() if value is None or value == []}
+    return new._replace(**{name: getattr(old, name) for name in missing})
 
 
 def cantor_pair(number: int) -> tuple[int, int]:
