@@ -4,6 +4,7 @@ PIP_ARGS ?=
 ACCEPT ?=
 VENV := .venv
 BIN := $(VENV)/bin
+SAES := $(or $(HEADATTR_CACHE),$(HOME)/.cache/headattr)/smollm2-saes
 INSTALLED := $(VENV)/.installed
 
 .PHONY: demo test test-slow smollm2 smollm2-saes gemma3 test-gemma3 lint types imports proven bench clean
@@ -21,7 +22,8 @@ smollm2: $(INSTALLED)
 	$(BIN)/python scripts/get_smollm2.py
 
 smollm2-saes: smollm2
-	$(BIN)/python scripts/train_smollm2_saes.py
+	$(BIN)/headattr train sae dictionaries/smollm2/resid_pre_12.toml --out "$(SAES)/resid_pre_12"
+	$(BIN)/headattr train sae dictionaries/smollm2/resid_pre_13.toml --out "$(SAES)/resid_pre_13"
 
 # Opt-in, under the Gemma Terms of Use: make gemma3 ACCEPT=--accept-gemma-terms
 gemma3: $(INSTALLED)

@@ -4,9 +4,20 @@ import json as jsonlib
 import os
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from headattr.arguments import merge_repeats, parse
+from headattr.asking import (
+    Index,
+    QueryDiff,
+    QueryFeature,
+    QueryHead,
+    QueryPair,
+    QueryPrompt,
+    QueryRow,
+    QuerySpan,
+)
 from headattr.commands import (
     Check,
     Demo,
@@ -14,13 +25,14 @@ from headattr.commands import (
     Estimate,
     Models,
     QueryEdge,
+    Repair,
     TrainCrosscoder,
     TrainSae,
     TrainTranscoder,
     _Train,
 )
 from headattr.config import RunConfig
-from headattr.errors import HeadattrError, UsageError
+from headattr.errors import HeadattrError, StoreError, UsageError
 from headattr.judging import Evaluate, Inspect, Label
 
 COMMANDS: dict[str, type[Any]] = {
@@ -29,7 +41,16 @@ COMMANDS: dict[str, type[Any]] = {
     "estimate": Estimate,
     "evaluate": Evaluate,
     "query edge": QueryEdge,
+    "query row": QueryRow,
+    "query span": QuerySpan,
+    "query prompt": QueryPrompt,
+    "query feature": QueryFeature,
+    "query pair": QueryPair,
+    "query head": QueryHead,
+    "query diff": QueryDiff,
+    "index": Index,
     "check": Check,
+    "repair": Repair,
     "models": Models,
     "dictionaries list": DictionariesList,
     "dictionaries inspect": Inspect,
@@ -134,17 +155,27 @@ def _estimate(config: Estimate) -> int:
     return 0
 
 
+def _opened(path: Path) -> Any:
+    """A result; what is none is said to be what it is."""
+    from headattr.store.reader import open_store
+
+    try:
+        return open_store(path)
+    except StoreError:
+        from headattr.inputs import check_result
+
+        check_result(path)
+        raise
+
+
 def _query_edge(command: QueryEdge) -> int:
     from headattr import query
-    from headattr.inputs import check_result
-    from headattr.store.reader import open_store
     from headattr.viewers.text import render_edge
 
     for name in ("pairs", "features"):
         if getattr(command, name) < 0:
             raise UsageError(f"--{name} is {getattr(command, name)}; expected at least 0")
-    check_result(command.store)
-    with open_store(command.store) as store:
+    with _opened(command.store) as store:
         answer = query.query_edge(store, command.prompt, command.head, command.q, command.k)
         _warn(store.problems)
     shown = {"pairs": command.pairs, "features": command.features}
@@ -152,15 +183,47 @@ def _query_edge(command: QueryEdge) -> int:
     return 0
 
 
-def _check(command: Check) -> int:
-    from headattr.inputs import check_result
-    from headattr.store.check import check_store, render_check
-    from headattr.store.reader import open_store
+def _ask(command: Any) -> int:
+    from headattr.answering import ANSWERS
 
-    check_result(command.store)
-    with open_store(command.store) as store:
+    ask, render = ANSWERS[type(command)]
+    with _opened(command.store) as store:
+        answer = ask(store, command)
+        _warn(store.problems)
+    _print(answer, command.json, render)
+    return 0
+
+
+def _index(command: Index) -> int:
+    from headattr.store.merge import make_index
+
+    with _opened(command.store) as store:
+        path = make_index(store)
+        answer = {"index": str(path), "shards": len(store.shards), "bytes": path.stat().st_size}
+        _warn(store.problems)
+    _print(
+        answer,
+        command.json,
+        lambda made: "{index}: {shards} shards, {bytes:,} bytes".format(**made),
+    )
+    return 0
+
+
+def _check(command: Check) -> int:
+    from headattr.store.check import check_store, render_check
+
+    with _opened(command.store) as store:
         answer = check_store(store)
     _print(answer, command.json, render_check)
+    return 0 if answer["ok"] else 1
+
+
+def _repair(command: Repair) -> int:
+    from headattr.store.repair import render_repair, repair_store
+
+    with _opened(command.store) as store:
+        answer = repair_store(store, dry_run=command.dry_run)
+    _print(answer, command.json, render_repair)
     return 0 if answer["ok"] else 1
 
 
@@ -212,7 +275,12 @@ _RUN: dict[type[Any], Callable[[Any], int]] = {
     RunConfig: _run,
     Estimate: _estimate,
     QueryEdge: _query_edge,
+    **dict.fromkeys(
+        (QueryRow, QuerySpan, QueryPrompt, QueryFeature, QueryPair, QueryHead, QueryDiff), _ask
+    ),
+    Index: _index,
     Check: _check,
+    Repair: _repair,
     Models: _models,
     DictionariesList: _dictionaries_list,
     Evaluate: _about_dictionaries,

@@ -64,6 +64,25 @@ class Check:
 
 
 @dataclass(frozen=True)
+class Repair:
+    """Set damaged shards aside, so that the same `run` command makes them again.
+
+    Nothing is deleted but temporary files of processes that are gone. Exit 1 if something is wrong
+    that the command cannot mend.
+
+    Example:
+      headattr repair headattr-demo --dry-run
+    """
+
+    store: tyro.conf.Positional[Path]
+    """A result folder."""
+    dry_run: bool = False
+    """Only say what would be done."""
+    json: bool = False
+    """Print the answer as JSON."""
+
+
+@dataclass(frozen=True)
 class Models:
     """The families whose attention is rebuilt exactly, with the error that was proven.
 

@@ -3,6 +3,7 @@
 1 plan: check every input, load the model and its dictionaries, fix what each layer does
 2 begin: write the manifest, or find the same one there
 3 for every shard that is not finished: capture, decompose, attribute, publish
+4 where there are many shards, one index over all
 """
 
 import sys
@@ -18,6 +19,7 @@ from headattr.model.tokens import Prompt
 from headattr.plan import Run, label_lines, make_run
 from headattr.store.format import SHARDS
 from headattr.store.manifest import begin
+from headattr.store.merge import WORTH, make_index
 from headattr.store.published import finished_shards
 from headattr.store.reader import Store
 from headattr.store.writer import ShardWriter, new_shard
@@ -49,7 +51,7 @@ def attribute(
 
 
 def execute(run: Run) -> Store:
-    """Steps 2 and 3. Finished shards are kept whatever happens; the same call resumes.
+    """Steps 2 to 4. Finished shards are kept whatever happens; the same call resumes.
 
     Raises UsageError, before anything is written, for prompts that the budget cannot hold.
     """
@@ -80,7 +82,11 @@ def execute(run: Run) -> Store:
                     attribute_prompts(layers, prompts, shard, advance)
             else:
                 advance(sum(rows_of_prompt(run, prompt) for prompt in prompts))
-    return Store(folder)
+    store = Store(folder)
+    if len(store.shards) >= WORTH and store.merged is None:
+        make_index(store)
+        store.refresh()
+    return store
 
 
 def attribute_prompts(

@@ -5,13 +5,16 @@ computed yet.
 """
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
-import numpy as np
-
 from headattr.edges import Edge, HeadId, parse_head
+from headattr.store.lookup import sums_of_heads
 from headattr.store.reader import Store
 from headattr.store.rows import EdgeRow, OvRow
+
+_REMEMBERED = 1 << 16
+"""Features of a source whose label and density are remembered."""
 
 
 class SourceNames(NamedTuple):
@@ -40,8 +43,8 @@ def edge(store: Store, prompt: int, edge: Edge) -> dict[str, Any]:
     return edge_answer(
         row,
         prompt,
-        basis=_names(store, plan["basis"]),
-        output=None if output is None else _names(store, output),
+        basis=names_of(store, plan["basis"]),
+        output=None if output is None else names_of(store, output),
         read=plan["read"],
         ov_reason=plan["ov_reason"],
         notes=store.manifest["model"]["notes"],
@@ -68,8 +71,8 @@ def edge_answer(
 ) -> dict[str, Any]:
     """The answer for one edge, from its row and the names of its features; `notes`: what was
     converted or assumed about the model."""
-    q_features = [_feature(basis, int(f), row.tokens[0]) for f in row.q_active.features]
-    k_features = [_feature(basis, int(f), row.tokens[1]) for f in row.k_active.features]
+    q_features = [feature_shape(basis, int(f), row.tokens[0]) for f in row.q_active.features]
+    k_features = [feature_shape(basis, int(f), row.tokens[1]) for f in row.k_active.features]
     pairs = [
         {
             "q_feature": q_features[q],
@@ -162,7 +165,7 @@ def _ov_answer(
     row: EdgeRow, ov: OvRow, k_features: list[dict[str, Any]], output: SourceNames, read: str | None
 ) -> dict[str, Any]:
     def o_feature(slot: int) -> dict[str, Any]:
-        return _feature(
+        return feature_shape(
             output, slot if row.o_active is None else int(row.o_active.features[slot]), None
         )
 
@@ -198,7 +201,8 @@ def _ov_answer(
     }
 
 
-def _feature(names: SourceNames, kept: int, token: str | None) -> dict[str, Any]:
+def feature_shape(names: SourceNames, kept: int, token: str | None = None) -> dict[str, Any]:
+    """A feature, by its id in the store, as every answer has it."""
     feature = kept + names.first
     label = names.label(feature)
     if label is None and names.kind == "token":
@@ -222,13 +226,19 @@ def _origin(names: SourceNames, feature: int) -> dict[str, int | None]:
     return {"layer": None}
 
 
-def _names(store: Store, source: int) -> SourceNames:
-    entry = store.manifest["sources"][source]
-    return source_names(
-        entry,
-        lambda feature: store.label(source, feature),
-        lambda feature: None if entry["kind"] == "unembed" else store.density(source, feature),
-    )
+def names_of(store: Store, source: int) -> SourceNames:
+    """How the features of one of a store's sources are named."""
+    if source not in store.named:
+        entry = store.manifest["sources"][source]
+        counted = entry["kind"] != "unembed"
+        store.named[source] = source_names(
+            entry,
+            lru_cache(_REMEMBERED)(lambda feature: store.label(source, feature)),
+            lru_cache(_REMEMBERED)(
+                lambda feature: store.density(source, feature) if counted else None
+            ),
+        )
+    return store.named[source]
 
 
 def source_names(
@@ -245,28 +255,24 @@ def source_names(
     return SourceNames(entry["name"], kind, entry["first"], groups, label, density)
 
 
-def head_shares(store: Store) -> dict[HeadId, dict[str, float]]:
-    """Per head, over all edges of all prompts: how much of the score its features explain.
+def head_shares(store: Store, layer: int | None = None) -> dict[HeadId, dict[str, float]]:
+    """Per head (of one layer), over all edges of all prompts: how much of the score its features
+    explain; no head of a layer without positions.
 
     {"feature_share": 1 - sum (s - T_ff)^2 / sum s^2, "feature_share_centred": the same with row
     means removed, "sink_share": mean pattern mass on positions that swallow attention}.
     """
     answer: dict[HeadId, dict[str, float]] = {}
     for plan in store.manifest["layers"]:
-        base = f"layer/{plan['layer']}"
-        shards = [shard for shard in store.shards if base in shard.file]
-        if not shards:
-            continue
-        sums = np.sum([shard.file[f"{base}/share_sums"][:].sum(0) for shard in shards], 0)
-        sinks = np.concatenate([shard.file[f"{base}/sink_share"][:] for shard in shards]).mean(0)
-        for head, (s2, rest, s2_centred, rest_centred), sink in zip(
-            plan["heads"], sums, sinks, strict=True
-        ):
-            answer[HeadId(plan["layer"], head)] = {
-                "feature_share": share_of(s2, rest),
-                "feature_share_centred": share_of(s2_centred, rest_centred),
-                "sink_share": float(sink),
-            }
+        if layer in (None, plan["layer"]):
+            for head, sums in zip(plan["heads"], sums_of_heads(store, plan["layer"]), strict=True):
+                s2, rest, s2_centred, rest_centred, mass, positions = sums[2:].tolist()
+                if positions:
+                    answer[HeadId(plan["layer"], head)] = {
+                        "feature_share": share_of(s2, rest),
+                        "feature_share_centred": share_of(s2_centred, rest_centred),
+                        "sink_share": mass / positions,
+                    }
     return answer
 
 

@@ -259,6 +259,7 @@ def _long_prompt(length: int, prompt: int) -> tuple[PromptRecord, EdgePart, Laye
     }
     columns["q_pos"], columns["k_pos"] = np.array([0, 5, length - 1]), np.array([0, 3, length - 1])
     columns["score"], columns["pattern"] = score, np.ones(3)
+    columns["feature_share"] = np.full(3, 0.5)
     columns["totals"] = score[:, None, None] * np.array([[1, 0], [0, 0]])
     columns["k_contrast_totals"] = np.zeros((3, 3))
     columns["values"] = np.array([[1.0, 0], [2, 0], [3, 0]])
@@ -270,8 +271,8 @@ def _long_prompt(length: int, prompt: int) -> tuple[PromptRecord, EdgePart, Laye
         parts=(),
         n_nonfinite=0,
         flagged=np.arange(length) == 0,
-        sink_share=np.ones((1, length)),
-        share_sums=np.ones((1, 4)),
+        sink_share=(np.arange(length) == 0)[None].astype(float),
+        share_sums=np.full((1, 4), 14.0),
         pattern_error=0.0,
         block_completeness=None,
     )
@@ -453,6 +454,7 @@ def test_every_dataset_and_attribute_is_in_format_md(
         _, path, *attribute = name.split()
         known = re.sub(r"^layer/\d+/?", "", re.sub(r"^source/\d+", "source/S", path))
         known = re.sub(r"^index/[qkvo]", "index/R", known)
+        known = re.sub(r"^tally/(qk|ov)", "tally/T", known)
         if one == contrasted and known in SWAPPED:  # the types are those of the other
             seen.add(known)
             known = SWAPPED[known]

@@ -3,6 +3,7 @@ stop."""
 
 import dataclasses
 import json
+import re
 import signal
 from collections.abc import Callable
 from dataclasses import replace
@@ -32,7 +33,7 @@ from headattr.model.sites import Site
 from headattr.training import harvest as harvesting
 from headattr.training.blocks import BlockCoder, Group, Moments, Sparsity
 from headattr.training.loop import Schedule
-from headattr.training.recipe import KINDS, Recipe, read_recipe, recipe_of
+from headattr.training.recipe import KINDS, Recipe, SaeRecipe, read_recipe, recipe_of
 from headattr.training.run import train_dictionaries
 from headattr.training.textset import counted_positions, documents, make_windows
 
@@ -399,8 +400,8 @@ def test_a_run_that_was_killed_ends_as_one_that_was_not(
     assert list((whole.parent / "stopped.part").glob("checkpoint-*.safetensors"))
     heard: list[str] = []
     _, out = trained(made, "stopped", say=heard.append)
-    steps = [said.split(": ")[1].split(",")[0] for said in heard]
-    assert steps[0] == "step 15 of 47"
+    assert "the same command goes on" in heard[0]
+    assert ": step 15 of 47," in heard[1]
     assert same(whole, out)
     assert not (whole.parent / "stopped.part").exists()
 
@@ -440,7 +441,9 @@ def test_a_checkpoint_of_another_recipe_is_refused(
         trained(recipe("sae", checkpoint_every=1, learning_rate=1e-2))
 
 
-def test_a_complete_result_is_left_and_another_is_not_written_over(trained: Any) -> None:
+def test_a_complete_result_is_left_and_another_is_not_written_over(
+    trained: Any, base: Path
+) -> None:
     made = recipe("sae", epochs=0.3)
     first, out = trained(made)
     before = (out / "card.json").stat().st_mtime_ns
@@ -449,8 +452,16 @@ def test_a_complete_result_is_left_and_another_is_not_written_over(trained: Any)
     assert first == second
     assert "nothing to do" in heard[0]
     assert (out / "card.json").stat().st_mtime_ns == before
-    with pytest.raises(UsageError, match="another recipe, model or texts"):
+    with pytest.raises(UsageError, match=r"another recipe, .* \(epochs 0\.3, here 0\.4\)"):
         trained(recipe("sae", epochs=0.4))
+    lines = (base / "tokens.jsonl").read_text().splitlines(keepends=True)
+    (base / "reversed.jsonl").write_text("".join(lines[::-1]))
+    with pytest.raises(UsageError, match="the same numbers, of another model or other texts"):
+        trained(recipe("sae", epochs=0.3, texts=["reversed.jsonl"]))
+    assert (out / "card.json").stat().st_mtime_ns == before
+    (out / "card.json").unlink()
+    with pytest.raises(UsageError, match=r"without the card\.json of `headattr train`"):
+        trained(made)
 
 
 def test_transcoders_that_are_finished_are_not_trained_again(
@@ -517,7 +528,8 @@ def test_a_harvest_that_fails_leaves_no_file(
     monkeypatch.setattr("headattr.training.harvest._REPORT_SECONDS", -1.0)
 
     def kill(said: str) -> None:
-        raise Killed
+        if said.startswith("harvest: "):
+            raise Killed
 
     made = recipe("sae", memory_gb=0.0)
     with pytest.raises(Killed):
@@ -665,19 +677,33 @@ def test_a_site_that_the_model_does_not_have_is_refused(trained: Any) -> None:
         trained(recipe("sae", site="blocks.9.hook_resid_pre"))
 
 
-@pytest.mark.parametrize(
-    ("kind", "name"),
-    [
-        ("sae", "smollm2/resid_pre_15"),
-        ("crosscoder", "smollm2/crosscoder"),
-        ("transcoder", "smollm2/transcoders"),
-        ("crosscoder", "demo/crosscoder"),
-        ("transcoder", "demo/transcoders"),
-    ],
-)
-def test_the_recipes_that_come_with_headattr_are_read(kind: str, name: str) -> None:
-    folder = Path(__file__).parent.parent / "dictionaries"
-    assert read_recipe(folder / f"{name}.toml", kind).texts
+ROOT = Path(__file__).parent.parent
+RECIPES = sorted(p for p in ROOT.glob("dictionaries/*/*.toml") if p.name != "spec.toml")
+
+
+def kind_of(path: Path) -> str:
+    return {"crosscoder": "crosscoder", "transcoders": "transcoder"}.get(path.stem, "sae")
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_the_recipes_that_come_with_headattr_are_read(path: Path) -> None:
+    made = read_recipe(path, kind_of(path))
+    assert made.texts
+    if isinstance(made, SaeRecipe):
+        assert str(made.place).replace(" ", "_") == path.stem
+
+
+def test_every_recipe_that_is_named_is_there() -> None:
+    """By its path, in what a reader may copy."""
+    files = [ROOT / "README.md", ROOT / "Makefile", ROOT / "headattr" / "commands.py"]
+    files += sorted(ROOT.glob("dictionaries/**/*.md"))
+    named = {
+        name
+        for file in files
+        for name in re.findall(r"dictionaries/[\w./-]+\.toml", file.read_text())
+    }
+    assert named
+    assert [name for name in sorted(named) if not (ROOT / name).is_file()] == []
 
 
 STAND_INS: dict[str, Callable[[], Any]] = {
@@ -692,14 +718,13 @@ def test_the_recipes_of_a_model_meet_at_its_middle_layer(
     name: str, base: Path, tmp_path: Path
 ) -> None:
     """On a small random model of the same family and depth."""
-    folder, hf = Path(__file__).parent.parent / "dictionaries" / name, STAND_INS[name]()
+    folder, hf = ROOT / "dictionaries" / name, STAND_INS[name]()
     loaded = load_model(hf)
     small = {"tokens": 512, "held_out_tokens": 64, "epochs": 0.5, "d_sae": 24, "k": 5}
     small |= {"context_size": 16, "batch_size": 64, "labels": False, "prepend_bos": False}
     middle = len(loaded.layers) // 2
     for path in sorted(folder.glob("*.toml")):
-        kind = {"crosscoder": "crosscoder", "transcoders": "transcoder"}.get(path.stem, "sae")
-        made = replace(read_recipe(path, kind), texts=("tokens.jsonl",), **small)
+        made = replace(read_recipe(path, kind_of(path)), texts=("tokens.jsonl",), **small)
         out = tmp_path / path.stem
         train_dictionaries(made, out, base=base, model=loaded)
         assert middle in load_whole(open_release(out), loaded).views

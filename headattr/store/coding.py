@@ -87,3 +87,16 @@ def falling_values(first: NDArray[np.integer], codes: NDArray[np.uint16]) -> NDA
     height = np.asarray(first)[..., None] - np.cumsum(np.where(none, 0, steps), axis=-1)
     sizes = np.where(none, 0.0, np.exp2(height / STEPS_AN_OCTAVE))
     return np.where(codes & 1, -sizes, sizes).astype(np.float32)
+
+
+def falling_problem(first: NDArray[np.integer], codes: NDArray[np.uint16]) -> str | None:
+    """What no writer writes: a code that does not begin with its first size, or goes on behind the
+    end, or a size that is not finite."""
+    nothing = codes >> 1 == _NOTHING
+    if not np.isfinite(falling_values(first, codes)).all():
+        return "has non-finite values"
+    if (np.diff(nothing.astype(np.int8)) < 0).any() or (codes[nothing] & 1).any():
+        return "goes on behind its end"
+    if codes.shape[1] and ((codes[:, 0] >> 1 != 0) & ~nothing[:, 0]).any():
+        return "does not begin with its first size"
+    return None

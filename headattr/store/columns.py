@@ -98,10 +98,13 @@ def ov_columns(*, parts: bool) -> dict[str, Column]:
     return OV | (OV_PARTS if parts else {})
 
 
+RoleName = Literal["q", "k", "v", "o"]
+
+
 class Role(NamedTuple):
     """One of the places that a feature has in an edge, and how strong it is there."""
 
-    name: Literal["q", "k", "v", "o"]
+    name: RoleName
     table: Literal["qk", "ov"]
     top: str
     """Field of the slots of the strongest features."""

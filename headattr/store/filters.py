@@ -86,6 +86,14 @@ class EdgeFilter:
         return strengths > 0 if self.sign == "positive" else strengths < 0
 
 
+def span_of(text: str, name: str) -> tuple[int, int]:
+    """`7` as (7, 7), `1-8` as (1, 8); raises UsageError for anything else."""
+    found = _range(text, name)
+    if found is None:
+        raise UsageError(f"--{name} all: expected a position, or a range such as 1-8")
+    return found
+
+
 def _range(text: str, name: str) -> tuple[int, int] | None:
     """`all` as None, `7` as (7, 7), `1-8` as (1, 8); raises UsageError for anything else."""
     if text == EVERY:

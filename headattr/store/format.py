@@ -53,18 +53,35 @@ def file_hash(path: Path) -> str:
 
 
 @contextlib.contextmanager
-def published(path: Path) -> Iterator[Path]:
-    """A temporary path beside `path` that takes its name only when the block ends well and the data
-    is on disk."""
+def temporary_beside(path: Path) -> Iterator[Path]:
+    """A temporary path that is never read, gone at the end."""
     temporary = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.tmp")
     try:
         yield temporary
-        with temporary.open("rb+") as file:
-            os.fsync(file.fileno())
-        temporary.replace(path)
-        _sync_folder(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def sync(path: Path) -> None:
+    """All of a file is on disk; raises OSError where the disk could not take it after all."""
+    with path.open("rb+") as file:
+        os.fsync(file.fileno())
+
+
+def put_in_place(temporary: Path, path: Path) -> None:
+    """A file that is on disk takes its name."""
+    temporary.replace(path)
+    sync_folder(path.parent)
+
+
+@contextlib.contextmanager
+def published(path: Path) -> Iterator[Path]:
+    """A temporary path beside `path` that takes its name only when the block ends well and the data
+    is on disk."""
+    with temporary_beside(path) as temporary:
+        yield temporary
+        sync(temporary)
+        put_in_place(temporary, path)
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -78,7 +95,8 @@ def _dump(value: Any, file: IO[str]) -> None:
     file.write("\n")
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
+    """Names in a folder are on disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

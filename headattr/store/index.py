@@ -11,7 +11,7 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from headattr.store.columns import Role
+from headattr.store.columns import Role, RoleName
 from headattr.store.format import SCALAR_CHUNK
 from headattr.store.growing import Filter, Growing
 from headattr.store.view import LayerView
@@ -31,14 +31,19 @@ class Postings(NamedTuple):
     rows: NDArray[np.int64]
     strengths: NDArray[np.float32]
 
+    def at(self, places: NDArray[Any]) -> "Postings":
+        """Some of them."""
+        return Postings(self.features[places], self.rows[places], self.strengths[places])
+
 
 def write_index(view: LayerView, filters: Filter) -> None:
     """The indexes of a layer whose columns are written."""
     for role in view.roles:
-        _write_role(view, role, view.group.require_group(f"index/{role.name}"), filters)
+        write_role(view, role, view.group.require_group(f"index/{role.name}"), filters)
 
 
-def _write_role(view: LayerView, role: Role, group: h5py.Group, filters: Filter) -> None:
+def write_role(view: LayerView, role: Role, group: h5py.Group, filters: Filter) -> None:
+    """The index of one role, into an empty group."""
     counts = _counts(view, role)
     present = np.flatnonzero(counts)
     dtype = np.uint32 if len(view) < 1 << 32 else np.uint64
@@ -101,15 +106,18 @@ def _collect(view: LayerView, role: Role, low: int, high: int) -> Postings:
     """The postings of features low to high."""
     parts = []
     for found in _blocks(view, role):
-        here = (found.features >= low) & (found.features <= high)
-        parts.append(Postings(*(column[here] for column in found)))
-    return Postings(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
+        parts.append(found.at((found.features >= low) & (found.features <= high)))
+    return Postings(
+        np.concatenate([part.features for part in parts]),
+        np.concatenate([part.rows for part in parts]),
+        np.concatenate([part.strengths for part in parts]),
+    )
 
 
 def _sorted(found: Postings) -> Postings:
     """By feature, then row."""
     order = np.argsort(found.features, kind="stable")  # rows are ascending already
-    return Postings(*(column[order] for column in found))
+    return found.at(order)
 
 
 def _best(found: Postings) -> Postings:
@@ -119,7 +127,12 @@ def _best(found: Postings) -> Postings:
     begin = np.flatnonzero(np.diff(features, prepend=-1) != 0)
     rank = np.arange(len(features)) - np.repeat(begin, np.diff(begin, append=len(features)))
     kept = order[rank < BEST]
-    return Postings(*(column[kept] for column in found))
+    return found.at(kept)
+
+
+def role_index(view: LayerView, name: RoleName) -> "RoleIndex":
+    """The index of the role of this name."""
+    return RoleIndex(view, next(role for role in view.roles if role.name == name))
 
 
 class RoleIndex:
@@ -148,10 +161,36 @@ class RoleIndex:
         """Its strongest rows, at most BEST, strongest first."""
         at, _, _ = self._place(feature)
         if at < 0:
-            return Postings(*(np.empty(0, t) for t in (np.int64, np.int64, np.float32)))
+            none = np.empty(0, np.int64)
+            return Postings(none, none, np.empty(0, np.float32))
         rows = slice(*self.group["best_ptr"][at : at + 2].tolist())
         found = self.group["best_row"][rows].astype(np.int64)
         return Postings(np.full(len(found), feature), found, self.group["best_strength"][rows])
+
+    def features(self) -> NDArray[np.int64]:
+        """All features that have the role, ascending."""
+        return self.group["feature"][:].astype(np.int64)
+
+    def counts(self) -> NDArray[np.int64]:
+        """How many edges each of them has."""
+        return np.diff(self.group["ptr"][:])
+
+    def best_of(self, low: int, high: int) -> tuple[Postings, Postings]:
+        """The strongest rows of features low to high; and for each of these features the strength
+        that its other rows do not exceed, -1 where there are none."""
+        features = self.features()
+        first, last = np.searchsorted(features, [low, high + 1]).tolist()
+        features, ends = features[first:last], self.group["best_ptr"][first : last + 1]
+        kept, counts = np.diff(ends), np.diff(self.group["ptr"][first : last + 1])
+        rows = slice(int(ends[0]), int(ends[-1]))
+        strengths = self.group["best_strength"][rows]
+        found = Postings(
+            np.repeat(features, kept), self.group["best_row"][rows].astype(np.int64), strengths
+        )
+        bounds = np.abs(strengths[np.cumsum(kept) - 1]) if len(features) else strengths
+        return found, Postings(
+            features, np.zeros(len(features), np.int64), np.where(counts > kept, bounds, -1.0)
+        )
 
     def rows(self, feature: int) -> NDArray[np.int64]:
         """All its rows, ascending."""

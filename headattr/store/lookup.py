@@ -12,12 +12,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headattr.edges import HeadId
-from headattr.store.columns import Role
+from headattr.store.columns import RoleName
 from headattr.store.filters import EdgeFilter
-from headattr.store.index import BLOCK, Postings, RoleIndex
+from headattr.store.index import BLOCK, Postings, RoleIndex, role_index
 from headattr.store.reader import Store
 from headattr.store.shard import Shard
+from headattr.store.tallies import EMPTY, SUMS, Table, Tally, add, head_sums, read_tally
 from headattr.store.view import LayerView
+
+_FEW = 64
+"""Texts that are read one by one."""
 
 
 class Hits(NamedTuple):
@@ -49,7 +53,7 @@ class _Found:
     """What one layer of one shard has, as far as it was read."""
 
     shard: Shard
-    view: LayerView
+    layer: int
     rows: NDArray[np.int64]
     strengths: NDArray[np.floating]
     bound: float
@@ -57,6 +61,11 @@ class _Found:
     count: int
     """Edges before any filter."""
     all: Callable[[], Postings]
+
+    @property
+    def view(self) -> LayerView:
+        """The layer; not kept, so that shards may be closed meanwhile."""
+        return self.shard.layer(self.layer)
 
     def keep(self, chosen: EdgeFilter, heads: set[HeadId]) -> None:
         """Only what a filter leaves."""
@@ -76,7 +85,7 @@ class _Found:
         self.keep(chosen, heads)
 
 
-def layers_of(store: Store, source: int, role: str) -> list[int]:
+def layers_of(store: Store, source: int, role: RoleName) -> list[int]:
     """Layers where features of a source can have a role."""
     key = "output" if role == "o" else "basis"
     return [
@@ -90,13 +99,17 @@ def feature_page(
     store: Store,
     source: int,
     feature: int,
-    role: Literal["q", "k", "v", "o"],
+    role: RoleName,
     chosen: EdgeFilter,
     start: int = 0,
     count: int = 20,
 ) -> Page:
     """Edges where a feature (its id in the store) is among the strongest of its role, strongest
     first: by |marginal| (with `rank` contrast by |contrast|), norm written, or |read|."""
+    if chosen == EdgeFilter() and (
+        page := _merged_page(store, source, feature, role, start, count)
+    ):
+        return page
     heads = chosen.heads_of(store.heads)
     layers = [
         layer
@@ -108,17 +121,86 @@ def feature_page(
         with store.tolerating(shard):
             for layer in layers:
                 if shard.has(layer):
-                    found.append(_of_feature(shard, shard.layer(layer), feature, role))
+                    found.append(_of_feature(shard, layer, feature, role))
                     found[-1].keep(chosen, heads)
     return _page(found, chosen, heads, start, count)
 
 
-def _of_feature(shard: Shard, view: LayerView, feature: int, name: str) -> _Found:
-    role: Role = next(role for role in view.roles if role.name == name)
-    index = RoleIndex(view, role)
-    best, count = index.best(feature), index.count(feature)
+def _merged_page(
+    store: Store, source: int, feature: int, role: RoleName, start: int, count: int
+) -> Page | None:
+    """The page from the index of all shards; None without one, or beyond what it keeps."""
+    if store.merged is None:
+        return None
+    columns: dict[str, list[Any]] = {name: [] for name in Hits._fields}
+    total = 0
+    for layer in layers_of(store, source, role):
+        if (found := store.merged.page(layer, role, feature)) is None:
+            continue
+        facts, edges = found
+        if len(facts["score"]) < min(edges, start + count):
+            return None
+        total += edges
+        for name in columns.keys() - {"layer"}:
+            columns[name].append(facts[name])
+        columns["layer"].append(np.full(len(facts["score"]), layer))
+    if not total:
+        return Page(_no_hits(), 0)
+    whole = {name: np.concatenate(parts) for name, parts in columns.items()}
+    order = np.argsort(-np.abs(whole["strength"]), kind="stable")[start : start + count]
+    for name in ("q_token", "k_token"):
+        whole[name] = store.merged.texts(whole[name][order])
+    return Page(
+        Hits(**{n: rows if n.endswith("token") else rows[order] for n, rows in whole.items()}),
+        total,
+    )
+
+
+def sums_of_heads(store: Store, layer: int) -> NDArray[np.float64]:
+    """[head, 8] `tallies.head_sums` of a layer over all shards."""
+    if store.merged is not None and (found := store.merged.sums(layer)) is not None:
+        return found
+    sums = np.zeros((len(store.heads_in(layer)), SUMS))
+    for shard in store.shards:
+        with store.tolerating(shard):
+            if shard.has(layer):
+                sums += head_sums(shard.layer(layer))
+    return sums
+
+
+def tally_of_head(
+    store: Store, head: HeadId, table: Table
+) -> tuple[Tally, NDArray[np.int64], NDArray[np.float64]]:
+    """The tally of a head over all shards, and how much more each pair may have."""
+    place = store.heads_in(head.layer).index(head.head)
+    if store.merged is not None and (found := store.merged.tally(head.layer, place, table)):
+        return found
+    tallies: list[Tally] = []
+    for shard in store.shards:
+        with store.tolerating(shard):
+            if shard.has(head.layer):
+                tallies.append(read_tally(shard.layer(head.layer), place, table))
+    return add(tallies or [EMPTY])
+
+
+def _of_feature(shard: Shard, layer: int, feature: int, name: RoleName) -> _Found:
+    def index() -> RoleIndex:
+        return role_index(shard.layer(layer), name)
+
+    best, count = index().best(feature), index().count(feature)
     bound = float(np.abs(best.strengths[-1])) if count > len(best.rows) else -1.0
-    return _Found(shard, view, best.rows, best.strengths, bound, count, lambda: index.all(feature))
+    rest = best.rows, best.strengths, bound, count, lambda: index().all(feature)
+    return _Found(shard, layer, *rest)
+
+
+class HeadSums(NamedTuple):
+    """What a pair comes to in one head."""
+
+    head: HeadId
+    edges: int
+    """Edges that keep it."""
+    total: float
+    """Sum of its values there."""
 
 
 def pair_page(
@@ -130,22 +212,37 @@ def pair_page(
     chosen: EdgeFilter,
     start: int = 0,
     count: int = 20,
-) -> Page:
+) -> tuple[Page, list[HeadSums]]:
     """Edges that keep a pair (query by key feature, or value by output feature; ids in the store),
-    strongest first by |value|. `source`: the basis."""
+    strongest first by |value|, and what it comes to by head. `source`: the basis."""
     heads = chosen.heads_of(store.heads)
     found: list[_Found] = []
     for shard in store.shards:
         with store.tolerating(shard):
             for layer in layers_of(store, source, "q" if table == "qk" else "v"):
                 if shard.has(layer):
-                    view = shard.layer(layer)
-                    rows, values = pair_rows(view, left, right, table)
+                    rows, values = pair_rows(shard.layer(layer), left, right, table)
                     none = Postings(rows, rows, values)
-                    one = _Found(shard, view, rows, values, -1.0, len(rows), lambda p=none: p)
+                    one = _Found(shard, layer, rows, values, -1.0, len(rows), lambda p=none: p)
                     one.keep(chosen, heads)
                     found.append(one)
-    return _page(found, chosen, heads, start, count)
+    return _page(found, chosen, heads, start, count), _by_head(found)
+
+
+def _by_head(found: list[_Found]) -> list[HeadSums]:
+    """Heads by the size of the sum, largest first."""
+    sums: dict[HeadId, tuple[int, float]] = {}
+    for one in found:
+        view = one.view
+        places = view.where(one.rows).head
+        totals = np.bincount(places, one.strengths, len(view.heads))
+        for place, edges in enumerate(np.bincount(places, minlength=len(totals)).tolist()):
+            head = HeadId(one.layer, view.heads[place])
+            before = sums.get(head, (0, 0.0))
+            if edges:
+                sums[head] = before[0] + edges, before[1] + float(totals[place])
+    listed = [HeadSums(head, *found) for head, found in sums.items()]
+    return sorted(listed, key=lambda one: (-abs(one.total), one.head))
 
 
 def pair_rows(
@@ -236,19 +333,33 @@ def _hits(found: list[_Found], which: NDArray[np.int64], rows: NDArray[np.int64]
                 columns[name] = np.empty(len(rows), column.dtype)
             columns[name][places] = column
     if not columns:
-        empty = {"strength": np.float32, "score": np.float32, "pattern": np.float32}
-        return Hits(*(np.empty(0, empty.get(name, np.int64)) for name in Hits._fields))
+        return _no_hits()
     return Hits(**columns)
+
+
+def _no_hits() -> Hits:
+    floats = ("strength", "score", "pattern")
+    columns: dict[str, Any] = {
+        name: np.empty(0, np.float32 if name in floats else np.int64) for name in Hits._fields
+    }
+    return Hits(**columns)
+
+
+def _texts(shard: Shard, positions: NDArray[np.int64]) -> NDArray[Any]:
+    """What positions show; many are read at once."""
+    found, back = np.unique(positions, return_inverse=True)
+    if len(found) < _FEW:
+        shown = [shard.token_text[at] for at in found.tolist()]
+    else:
+        shown = shard.token_text[:][found].tolist()
+    return np.array([text.decode() for text in shown], object)[back]
 
 
 def edge_facts(shard: Shard, view: LayerView, rows: NDArray[np.int64]) -> dict[str, Any]:
     """Which edges some ascending rows are, with score, pattern and tokens."""
     where = view.where(rows)
     ends = {"q_token": where.begin + where.q_pos, "k_token": where.begin + where.k_pos}
-    tokens = {
-        name: np.array([shard.token_text[at].decode() for at in positions.tolist()], object)
-        for name, positions in ends.items()
-    }
+    tokens = {name: _texts(shard, positions) for name, positions in ends.items()}
     return {
         "prompt": np.array(shard.ids, np.int64)[where.prompt],
         "layer": np.full(len(rows), view.layer),

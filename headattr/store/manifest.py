@@ -101,7 +101,8 @@ def begin(folder: Path, manifest: dict[str, Any], labels: Mapping[int, str | Non
             write_json(folder / MANIFEST, manifest)
         for part in (folder, folder / SHARDS, folder / LABELS):
             part.mkdir(exist_ok=True)
-            _remove_stale(part)
+            for stale in stale_files(part):
+                stale.unlink(missing_ok=True)
         for source, text in labels.items():
             path = folder / LABELS / f"{source}.jsonl"
             if text is not None and not path.exists():
@@ -133,13 +134,15 @@ def _compare(folder: Path, found: dict[str, Any], wanted: dict[str, Any]) -> Non
     )
 
 
-def _remove_stale(folder: Path) -> None:
+def stale_files(folder: Path) -> list[Path]:
     """Temporary files of processes of this machine that are gone."""
     host = socket.gethostname()
-    for path in folder.glob(f".*.{host}.*.tmp"):
+    found = []
+    for path in sorted(folder.glob(f".*.{host}.*.tmp")):
         pid = path.name.split(".")[-2]
         if pid.isdigit() and not _alive(int(pid)):
-            path.unlink(missing_ok=True)
+            found.append(path)
+    return found
 
 
 def _alive(pid: int) -> bool:

@@ -1,7 +1,7 @@
 """Open a store and read rows of it; no torch, no locks, safe beside a running job.
 
 Only shards whose sidecar is there and whose size agrees are served; what is wrong with the others
-is in `Store.problems`, naming the file.
+is in `Store.problems`, naming the file. A store can be used after a fork, and sent to a process.
 """
 
 import json
@@ -16,15 +16,12 @@ from numpy.typing import NDArray
 from headattr.edges import Edge, HeadId, parse_head, position_problem
 from headattr.errors import StoreError, UsageError
 from headattr.store.columns import OV_PARTS, PARTS, Column
-from headattr.store.format import (
-    LABELS,
-    SHARDS,
-    make_keys,
-    shard_name,
-    split_keys,
-)
-from headattr.store.published import read_manifest, read_sidecar
+from headattr.store.format import LABELS, SHARDS, make_keys, shard_name, split_keys
+from headattr.store.merged import Merged, open_merged
+from headattr.store.opened import here
+from headattr.store.published import read_manifest
 from headattr.store.rows import EdgeRow, OvRow, fault
+from headattr.store.served import Served
 from headattr.store.shard import Shard
 from headattr.store.view import LayerView
 
@@ -36,24 +33,27 @@ class Store:
         """Raises StoreError if `path` holds no store, or one of a newer version."""
         self.path = Path(path)
         self.manifest = read_manifest(self.path)
-        self.problems: list[str] = []
-        self.shards: list[Shard] = []
-        self._where: dict[int, Shard] = {}
         self._labels: dict[int, list[str]] = {}
-        self._counted: dict[int, tuple[NDArray[np.int64], NDArray[np.int64], int]] = {}
-        for entry in self.manifest["shards"]:
-            self._add(entry["index"])
+        self._see(Served(self.path / SHARDS, self.manifest))
 
-    def _add(self, index: int) -> None:
-        path = self.path / SHARDS / f"{shard_name(index)}.h5"
-        sidecar, problem = read_sidecar(path, self.manifest["hash"])
-        if problem:
-            self.problems.append(problem)
-        if sidecar is None:
-            return
-        shard = Shard(path, sidecar)
-        self.shards.append(shard)
-        self._where.update(dict.fromkeys(shard.ids, shard))
+    def _see(self, served: Served) -> None:
+        self._served, self.shards, self._where = served, served.shards, served.where
+        self.broken, self.problems = served.broken, list(served.broken.values())
+        self._counted: dict[int, tuple[NDArray[np.int64], NDArray[np.int64], int]] = {}
+        self.named: dict[int, Any] = {}
+        """What `query.names_of` remembers of each source."""
+        self._merged: tuple[int, Merged | None] | None = None
+
+    def refresh(self) -> list[int]:
+        """See what a running job has finished since, and what was set aside; returns the prompts
+        that are new. Answers given before stay as they were."""
+        before = self._where.keys()
+        self._see(self._served.again())
+        return sorted(self._where.keys() - before)
+
+    def __reduce__(self) -> tuple[type["Store"], tuple[Path]]:
+        """Only where it is: another process opens its own files."""
+        return Store, (self.path.absolute(),)
 
     @property
     def heads(self) -> list[HeadId]:
@@ -80,6 +80,13 @@ class Store:
         plans = [plan for plan in self.manifest["layers"] if plan["layer"] == layer]
         return plans[0]["heads"] if plans else []
 
+    @property
+    def merged(self) -> Merged | None:
+        """The index over all shards; None where there is none that was made from just these."""
+        if self._merged is None or self._merged[0] != here():
+            self._merged = here(), open_merged(self.path, self.manifest["hash"], self.shards)
+        return self._merged[1]
+
     @contextmanager
     def tolerating(self, shard: Shard) -> Iterator[None]:
         """A shard that turns out to be damaged inside is a problem, and passed over."""
@@ -101,13 +108,33 @@ class Store:
             shard, start, stop = self._span(prompt)
             return shard.file["prompt/token"][start:stop].tolist()
 
+    def facts(self, prompt: int) -> dict[str, Any]:
+        """{"text" (None for one given as tokens), "truncated", "extra"} of a prompt."""
+        with self._reading(prompt):
+            shard = self._span(prompt)[0]
+            at, group = shard.ids.index(prompt), shard.file["prompt"]
+            text = group["text"][at].decode()
+            return {
+                "text": text or None,
+                "truncated": bool(group["truncated"][at]),
+                "extra": json.loads(group["extra"][at].decode()),
+            }
+
+    def sink_share(self, prompt: int, head: HeadId, q_pos: int) -> float:
+        """Pattern mass that a query gives to positions that swallow attention."""
+        with self._reading(prompt):
+            shard, start, _ = self._span(prompt)
+            view = shard.layer(head.layer)
+            place = view.heads.index(head.head)
+            return float(view.dataset("sink_share")[start + q_pos, place])
+
     def edges(self, prompt: int, head: HeadId | str) -> dict[str, NDArray[Any]]:
         """Columns of a head's edges in one prompt: q_pos, k_pos, score, pattern, completeness,
         feature_share."""
         head = parse_head(head)
         names = ("score", "pattern", "completeness", "feature_share")
         with self._reading(prompt):
-            shard, start, stop = self._group(prompt, head)
+            shard, start, stop = self.group(prompt, head)
             view = shard.layer(head.layer)
             q_pos, k_pos = split_keys(view.dataset("key")[start:stop])
             return {"q_pos": q_pos, "k_pos": k_pos} | {
@@ -130,10 +157,10 @@ class Store:
 
     def _find(self, prompt: int, edge: Edge) -> EdgeRow | None:
         shard, begin, end = self._span(prompt)
-        window = self._plan(HeadId(edge.layer, edge.head))["window"]
+        window = self.plan(HeadId(edge.layer, edge.head))["window"]
         if problem := position_problem(edge.q_pos, edge.k_pos, end - begin, window):
             raise UsageError(f"prompt {prompt}: {problem}")
-        start, stop = self._group(prompt, HeadId(edge.layer, edge.head))[1:]
+        start, stop = self.group(prompt, HeadId(edge.layer, edge.head))[1:]
         keys = shard.layer(edge.layer).dataset("key")
         if stop > start:
             wanted = make_keys(np.array([edge.q_pos]), np.array([edge.k_pos]), keys.dtype)[0]
@@ -229,13 +256,16 @@ class Store:
         at = shard.ids.index(prompt)
         return shard, int(shard.ptr[at]), int(shard.ptr[at + 1])
 
-    def _group(self, prompt: int, head: HeadId) -> tuple[Shard, int, int]:
-        shard, plan = self._span(prompt)[0], self._plan(head)
+    def group(self, prompt: int, head: HeadId) -> tuple[Shard, int, int]:
+        """The shard of a prompt, and which rows of the layer are a head's edges in it."""
+        shard, plan = self._span(prompt)[0], self.plan(head)
         group = shard.ids.index(prompt) * len(plan["heads"]) + plan["heads"].index(head.head)
         start, stop = shard.layer(head.layer).group_ptr[group : group + 2]
         return shard, int(start), int(stop)
 
-    def _plan(self, head: HeadId) -> dict[str, Any]:
+    def plan(self, head: HeadId) -> dict[str, Any]:
+        """What the manifest says of a head's layer; raises UsageError for a head that is not
+        there."""
         plan = next((p for p in self.manifest["layers"] if p["layer"] == head.layer), None)
         if plan is None or head.head not in plan["heads"]:
             raise UsageError(
@@ -285,6 +315,9 @@ class Store:
         """Close the files."""
         for shard in self.shards:
             shard.close()
+        if self._merged is not None and self._merged[0] == here() and self._merged[1] is not None:
+            self._merged[1].file.close()
+        self._merged = None
 
     def __enter__(self) -> "Store":
         """The store itself; `with` closes it."""

@@ -6,39 +6,38 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import h5py
-import hdf5plugin  # noqa: F401  registers the zstd filter
 import numpy as np
 from numpy.typing import NDArray
 
 from headattr.errors import StoreError
-from headattr.store.format import SHARD_FORMAT
+from headattr.store.opened import Handles, here, open_shard
 from headattr.store.rows import Active
 from headattr.store.view import LayerView, SourceView
 
 
 class Shard:
-    """One published file; datasets are kept open, indexes in memory."""
+    """One published file; it opens when it is asked, and again after it was closed."""
 
-    def __init__(self, path: Path, sidecar: dict[str, Any]) -> None:
-        """`sidecar` is the content of the JSON beside it."""
+    def __init__(self, path: Path, sidecar: dict[str, Any], handles: Handles | None = None) -> None:
+        """`sidecar` is the content of the JSON beside it; `handles`: what else is open."""
         self.path, self.sidecar = path, sidecar
-        self._layers: dict[int, LayerView] = {}
-        self._sources: dict[int, SourceView] = {}
+        self._handles = Handles() if handles is None else handles
+        self._opened: _Opened | None = None
 
-    @cached_property
+    @property
+    def _here(self) -> "_Opened":
+        """What is open in this process."""
+        opened = self._opened
+        if opened is None or opened.process != here():
+            opened = self._opened = None  # let go of first: HDF5 shares what is open already
+            opened = self._opened = _Opened(open_shard(self.path, self.sidecar))
+        self._handles.used(self)
+        return opened
+
+    @property
     def file(self) -> Any:
         """The open HDF5 file."""
-        try:
-            file = _opened(self.path)
-        except OSError as error:
-            raise StoreError(
-                f"{self.path} cannot be read ({error}); if it is there and may be read, delete it "
-                "and run the same command again"
-            ) from error
-        if file.attrs.get("format") != SHARD_FORMAT:
-            raise StoreError(f"{self.path} is not a headattr shard")
-        return file
+        return self._here.file
 
     @contextmanager
     def reading(self) -> Iterator[None]:
@@ -50,20 +49,20 @@ class Shard:
                 f"{self.path} is damaged ({error}); delete it and run the same command again"
             ) from error
 
-    @cached_property
+    @property
     def ids(self) -> list[int]:
         """Prompt ids, in order."""
         return self.sidecar["prompts"]
 
-    @cached_property
+    @property
     def ptr(self) -> NDArray[np.int64]:
         """Where each prompt's positions begin."""
-        return self.file["prompt/ptr"][:]
+        return self._here.ptr
 
-    @cached_property
+    @property
     def token_text(self) -> Any:
         """What positions show, on disk."""
-        return self.file["prompt/token_text"]
+        return self._here.token_text
 
     def has(self, layer: int) -> bool:
         """A shard none of whose prompts could run has no layers."""
@@ -71,15 +70,17 @@ class Shard:
 
     def layer(self, layer: int) -> LayerView:
         """The edges of a layer, kept open."""
-        if layer not in self._layers:
-            self._layers[layer] = LayerView(self.file, layer)
-        return self._layers[layer]
+        opened = self._here
+        if layer not in opened.layers:
+            opened.layers[layer] = LayerView(opened.file, layer)
+        return opened.layers[layer]
 
     def source(self, source: int) -> SourceView:
         """The active lists of a source, kept open."""
-        if source not in self._sources:
-            self._sources[source] = SourceView(self.file, source)
-        return self._sources[source]
+        opened = self._here
+        if source not in opened.sources:
+            opened.sources[source] = SourceView(opened.file, source)
+        return opened.sources[source]
 
     def active(self, source: int, position: int) -> Active:
         """Active features of one position of the shard."""
@@ -91,29 +92,37 @@ class Shard:
         """Features of a source that are active somewhere, how often, over how many positions."""
         name = f"source/{source}"
         with self.reading():
-            if name not in self.file:
+            file = self.file
+            if name not in file:
                 return np.empty(0, np.int64), np.empty(0, np.int64), 0
-            group = self.file[name]
+            group = file[name]
             positions = int(group.attrs["positions_counted"])
             return group["present"][:].astype(np.int64), group["present_count"][:], positions
 
+    def forget(self) -> None:
+        """Let go of the file: it closes when nothing of it is in use, and opens when asked."""
+        self._opened = None
+
     def close(self) -> None:
-        """Close the file; it opens again when it is asked."""
-        self._layers.clear()
-        self._sources.clear()
-        for name in ("token_text", "ptr"):
-            vars(self).pop(name, None)
-        if "file" in vars(self):
-            self.file.close()
-            del self.file
+        """Close the file, with all that is in use of it; it opens again when it is asked."""
+        opened, self._opened = self._opened, None
+        self._handles.gone(self)
+        if opened is not None and opened.process == here():
+            opened.file.close()
 
 
-def _opened(path: Path) -> h5py.File:
-    """Published files do not change, so no lock is needed; HDF5 wants the same choice of all
-    handles of a process, so where one was opened with locks, so is this."""
-    try:
-        return h5py.File(path, "r", locking=False)
-    except OSError as error:
-        if "locking" not in str(error):
-            raise
-        return h5py.File(path, "r")
+class _Opened:
+    """An open file; datasets are kept open, indexes in memory."""
+
+    def __init__(self, file: Any) -> None:
+        self.file, self.process = file, here()
+        self.layers: dict[int, LayerView] = {}
+        self.sources: dict[int, SourceView] = {}
+
+    @cached_property
+    def ptr(self) -> NDArray[np.int64]:
+        return self.file["prompt/ptr"][:]
+
+    @cached_property
+    def token_text(self) -> Any:
+        return self.file["prompt/token_text"]

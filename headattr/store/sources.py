@@ -33,7 +33,8 @@ class SourceWriter:
 
     def __init__(self, group: h5py.Group, filters: Filter) -> None:
         """An empty source."""
-        self.group, self.filters = group, filters
+        self.group = group
+        self.filters: Filter = filters
         self.features = Growing(group, "feature", SCALAR_CHUNK, filters)
         self.acts = Growing(group, "act", SCALAR_CHUNK, filters)
         self.lengths: list[NDArray[np.int64]] = []
@@ -77,18 +78,25 @@ class SourceWriter:
         self.group.attrs["positions_counted"] = found.positions
 
     def _write_inverse(self) -> None:
-        """Where each feature is active: positions of the shard, ascending, by feature."""
-        features: Any = self.group["feature"]
-        ids = features[:]
-        order = np.argsort(ids, kind="stable")
-        found, counts = np.unique(ids, return_counts=True)
-        lengths = np.concatenate([np.empty(0, np.int64), *self.lengths])
-        at = np.repeat(np.arange(len(lengths)), lengths)[order]
+        """Where each feature is active."""
+        group: Any = self.group
+        found, ptr, positions = inverse_of(group["feature"][:], group["ptr"][:])
         self._write("inverse/feature", found)
-        self._write("inverse/ptr", np.cumsum(np.concatenate([[0], counts]), dtype=np.int64))
-        self._write("inverse/position", at.astype(np.uint32))
+        self._write("inverse/ptr", ptr)
+        self._write("inverse/position", positions)
 
     def _write(self, name: str, rows: NDArray[Any]) -> None:
         kept = Growing(self.group, name, SCALAR_CHUNK, self.filters)
         kept.append(rows)
         kept.finish()
+
+
+def inverse_of(
+    ids: NDArray[np.uint32], ptr: NDArray[np.int64]
+) -> tuple[NDArray[np.uint32], NDArray[np.int64], NDArray[np.uint32]]:
+    """Of lists of features by position: the features, ascending, and where the positions of each,
+    ascending, begin among the last."""
+    order = np.argsort(ids, kind="stable")
+    found, counts = np.unique(ids, return_counts=True)
+    at = np.repeat(np.arange(len(ptr) - 1, dtype=np.uint32), np.diff(ptr))[order]
+    return found, np.cumsum(np.concatenate([[0], counts]), dtype=np.int64), at

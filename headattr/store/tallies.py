@@ -4,7 +4,7 @@ Of every head the pairs with the largest sum of sizes and those that are kept by
 beside them, the most that a pair which is left out can have.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -30,7 +30,7 @@ class Tally(NamedTuple):
     """Query (value) feature."""
     right: NDArray[np.int64]
     """Key (output) feature."""
-    count: NDArray[np.int64]
+    edges: NDArray[np.int64]
     """Edges that keep the pair."""
     total: NDArray[np.float64]
     """Sum of its values there."""
@@ -42,34 +42,64 @@ class Tally(NamedTuple):
     """And has at most this sum of sizes."""
 
 
-EMPTY = Tally(*(np.empty(0, np.int64),) * 3, *(np.empty(0, np.float64),) * 2, 0, 0.0)
+def tally(columns: Sequence[NDArray[Any]], missed_count: int, missed_size: float) -> Tally:
+    """A tally of five columns."""
+    left, right, edges, total, size = columns
+    return Tally(left, right, edges, total, size, missed_count, missed_size)
+
+
+EMPTY = tally([np.empty(0, np.int64)] * 3 + [np.empty(0, np.float64)] * 2, 0, 0.0)
+
+
+SUMS = 8
+"""Numbers of `head_sums`."""
+
+
+def head_sums(view: LayerView) -> NDArray[np.float64]:
+    """[head, 8] sums over a layer's edges: how many, |score|, the four `share_sums`; and over its
+    positions: pattern mass on those that swallow attention, how many."""
+    sums = np.empty((len(view.heads), SUMS))
+    counts, sinks = np.diff(view.group_ptr), view.dataset("sink_share")[:].astype(np.float64)
+    for place in range(len(view.heads)):
+        sums[place, 0] = counts[place :: len(view.heads)].sum()
+    sums[:, 1] = view.dataset("tally/score_size")[:]
+    sums[:, 2:6] = view.dataset("share_sums")[:].sum(0)
+    sums[:, 6], sums[:, 7] = sinks.sum(0), len(sinks)
+    return sums
 
 
 def write_tallies(view: LayerView, filters: Filter) -> None:
     """The tallies of a layer whose columns are written."""
+    sizes = [0.0] * len(view.heads)
+    for start in range(0, len(view), BLOCK):
+        rows = slice(start, min(start + BLOCK, len(view)))
+        score = np.abs(view.take("score", rows).astype(np.float64))
+        for head, size in enumerate(np.bincount(view.where(rows).head, score, len(sizes))):
+            sizes[head] += float(size)
+    view.group.require_group("tally")["score_size"] = np.array(sizes)
     for table in ("qk", "ov") if view.output is not None else ("qk",):
         group = view.group.require_group(f"tally/{table}")
-        found = [_cut(_of_head(view, head, table), KEPT) for head in range(len(view.heads))]
-        ptr = np.cumsum([0, *(len(tally.left) for tally in found)], dtype=np.int64)
-        types = {"left": np.uint32, "right": np.uint32, "count": np.uint32}
-        for name in ("left", "right", "count", "total", "size"):
+        found = [cut(_of_head(view, head, table), KEPT) for head in range(len(view.heads))]
+        ptr = np.cumsum([0, *(len(one.left) for one in found)], dtype=np.int64)
+        types = {"left": np.uint32, "right": np.uint32, "edges": np.uint32}
+        for name in ("left", "right", "edges", "total", "size"):
             column = Growing(group, name, SCALAR_CHUNK, filters)
-            rows = np.concatenate([np.empty(0), *(getattr(tally, name) for tally in found)])
+            rows = np.concatenate([np.empty(0), *(getattr(one, name) for one in found)])
             column.append(rows.astype(types.get(name, np.float64)))
             column.finish()
         group["ptr"] = ptr
-        group["missed_count"] = np.array([tally.missed_count for tally in found], np.int64)
-        group["missed_size"] = np.array([tally.missed_size for tally in found], np.float64)
+        group["missed_count"] = np.array([one.missed_count for one in found], np.int64)
+        group["missed_size"] = np.array([one.missed_size for one in found], np.float64)
 
 
 def read_tally(view: LayerView, head: int, table: Table) -> Tally:
     """The tally of the head at this place of the layer's heads."""
     group: Any = view.group[f"tally/{table}"]
     start, stop = group["ptr"][head : head + 2].tolist()
-    columns = [group[name][start:stop] for name in ("left", "right", "count", "total", "size")]
+    columns = [group[name][start:stop] for name in ("left", "right", "edges", "total", "size")]
     types = (np.int64,) * 3 + (np.float64,) * 2
-    return Tally(
-        *(column.astype(dtype) for column, dtype in zip(columns, types, strict=True)),
+    return tally(
+        [column.astype(dtype) for column, dtype in zip(columns, types, strict=True)],
         int(group["missed_count"][head]),
         float(group["missed_size"][head]),
     )
@@ -78,12 +108,12 @@ def read_tally(view: LayerView, head: int, table: Table) -> Tally:
 def add(tallies: list[Tally]) -> tuple[Tally, NDArray[np.int64], NDArray[np.float64]]:
     """Tallies as one, and how much more each of its pairs may have: of edges, of size.
 
-    `count`, `total` and `size` are what is known of a pair; a tally that lacks it may have up to
+    `edges`, `total` and `size` are what is known of a pair; a tally that lacks it may have up to
     `missed_count` edges and `missed_size` of it more. What the sum lacks altogether has at most
     its own `missed_count` and `missed_size`.
     """
-    missed = np.array([tally.missed_count for tally in tallies], np.int64)
-    missed_size = np.array([tally.missed_size for tally in tallies], np.float64)
+    missed = np.array([one.missed_count for one in tallies], np.int64)
+    missed_size = np.array([one.missed_size for one in tallies], np.float64)
     whole, known = _joined(tallies, which=True)
     n = len(whole.left)
     seen, size_seen = np.zeros(n, np.int64), np.zeros(n, np.float64)
@@ -98,12 +128,27 @@ def add(tallies: list[Tally]) -> tuple[Tally, NDArray[np.int64], NDArray[np.floa
 
 
 def _of_head(view: LayerView, head: int, table: Table) -> Tally:
-    found = EMPTY
+    found, let_go = EMPTY, False
     for rows in _rows_of(view, head):
-        found = _joined([found, _of_rows(view, rows, table)])[0]
+        found = _joined([found, tally_of(view, rows, table)])[0]
         if len(found.left) > _AT_WORK:
-            found = _cut(found, _AT_WORK // 4)
-    return found
+            found, let_go = cut(found, _AT_WORK // 4), True
+    found = cut(found, KEPT)
+    return _counted_again(view, head, table, found) if let_go else found
+
+
+def _counted_again(view: LayerView, head: int, table: Table, found: Tally) -> Tally:
+    """The same pairs over all rows: some were let go of on the way, and came again."""
+    code = found.left << 32 | found.right
+    sums = [np.zeros(len(code), column.dtype) for column in found[2:5]]
+    for rows in _rows_of(view, head):
+        here = tally_of(view, rows, table)
+        _, at, places = np.intersect1d(
+            code, here.left << 32 | here.right, assume_unique=True, return_indices=True
+        )
+        for column, part in zip(sums, here[2:5], strict=True):
+            column[at] += part[places]
+    return tally([found.left, found.right, *sums], found.missed_count, found.missed_size)
 
 
 def _rows_of(view: LayerView, head: int) -> Iterator[NDArray[np.int64]]:
@@ -121,7 +166,8 @@ def _rows_of(view: LayerView, head: int) -> Iterator[NDArray[np.int64]]:
         yield np.concatenate(held)
 
 
-def _of_rows(view: LayerView, rows: NDArray[np.int64], table: Table) -> Tally:
+def tally_of(view: LayerView, rows: NDArray[np.int64], table: Table) -> Tally:
+    """The tally of some ascending rows, complete."""
     columns = view.edge_columns if table == "qk" else view.ov_columns
     names = ("q_slots", "k_slots") if table == "qk" else ("v_slots", "o_slots")
     where = view.where(rows)
@@ -129,53 +175,46 @@ def _of_rows(view: LayerView, rows: NDArray[np.int64], table: Table) -> Tally:
     some = left >= 0
     values = view.read(columns["values"], rows)[some].astype(np.float64)
     ones = np.ones(len(values), np.int64)
-    return _summed(left[some], right[some], ones, values, np.abs(values), 0, 0.0)
+    return _summed([left[some], right[some], ones, values, np.abs(values)], 0, 0.0)
 
 
 def _joined(tallies: list[Tally], *, which: bool = False) -> tuple[Tally, list[Any]]:
     """Several as one; with `which` the places of each one's pairs in it."""
     columns = [np.concatenate(parts) for parts in zip(*(t[:5] for t in tallies), strict=True)]
     missed = sum(t.missed_count for t in tallies), sum(t.missed_size for t in tallies)
-    whole = _summed(*columns, *missed)
+    whole = _summed(columns, *missed)
     if not which:
         return whole, []
     code = whole.left << 32 | whole.right
     return whole, [np.searchsorted(code, t.left << 32 | t.right) for t in tallies]
 
 
-def _summed(
-    left: NDArray[np.int64],
-    right: NDArray[np.int64],
-    count: NDArray[np.int64],
-    total: NDArray[np.float64],
-    size: NDArray[np.float64],
-    missed_count: int,
-    missed_size: float,
-) -> Tally:
+def _summed(columns: Sequence[NDArray[Any]], missed_count: int, missed_size: float) -> Tally:
     """Rows of one pair added up."""
+    left, right, *sums = columns
     code = left << 32 | right
     order = np.argsort(code, kind="stable")
     code = code[order]
     begin = np.flatnonzero(np.diff(code, prepend=-1) != 0)
     if not len(begin):
         return EMPTY._replace(missed_count=missed_count, missed_size=missed_size)
-    sums = [np.add.reduceat(column[order], begin) for column in (count, total, size)]
+    sums = [np.add.reduceat(column[order], begin) for column in sums]
     code = code[begin]
-    return Tally(code >> 32, code & 0xFFFFFFFF, *sums, missed_count, missed_size)
+    return tally([code >> 32, code & 0xFFFFFFFF, *sums], missed_count, missed_size)
 
 
-def _cut(tally: Tally, most: int) -> Tally:
+def cut(whole: Tally, most: int) -> Tally:
     """Only the pairs that are among the first `most` by size or by count."""
-    if len(tally.left) <= most:
-        return tally
-    kept = np.zeros(len(tally.left), bool)
-    for column in (tally.size, tally.count):
+    if len(whole.left) <= most:
+        return whole
+    kept = np.zeros(len(whole.left), bool)
+    for column in (whole.size, whole.edges):
         kept[np.argsort(-column, kind="stable")[:most]] = True
     if kept.all():
-        return tally
-    rest_count, rest_size = int(tally.count[~kept].max()), float(tally.size[~kept].max())
-    return Tally(
-        *(column[kept] for column in tally[:5]),
-        tally.missed_count + rest_count,
-        tally.missed_size + rest_size,
+        return whole
+    rest_count, rest_size = int(whole.edges[~kept].max()), float(whole.size[~kept].max())
+    return tally(
+        [column[kept] for column in whole[:5]],
+        whole.missed_count + rest_count,
+        whole.missed_size + rest_size,
     )

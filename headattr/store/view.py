@@ -40,7 +40,7 @@ class SourceView:
 
     def __init__(self, file: Any, source: int) -> None:
         """`file`: an open shard."""
-        self.group = file[f"source/{source}"]
+        self.file, self.group = file, file[f"source/{source}"]
 
     @cached_property
     def ptr(self) -> NDArray[np.int64]:
@@ -184,13 +184,15 @@ class LayerView:
         dataset = self.dataset(name)
         if not isinstance(rows, np.ndarray):
             return dataset[rows]
+        if not len(rows):
+            return dataset[:0]
         size = dataset.chunks[0] if dataset.chunks else _CONTIGUOUS
         chunks, begin = np.unique(rows // size, return_index=True)
         parts = [
             dataset[chunk * size : (chunk + 1) * size][some - chunk * size]
             for chunk, some in zip(chunks.tolist(), np.split(rows, begin[1:]), strict=True)
         ]
-        return np.concatenate(parts) if parts else dataset[:0]
+        return np.concatenate(parts)
 
     def read(self, column: Column, rows: Rows) -> Any:
         """Some rows of a column: floats, or slots with -1 for none."""

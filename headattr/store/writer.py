@@ -14,7 +14,6 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from headattr.errors import StoreError
 from headattr.store.coding import falling_codes, slot_type
 from headattr.store.columns import Column, Rank, edge_columns, ov_columns
 from headattr.store.format import (
@@ -25,12 +24,13 @@ from headattr.store.format import (
     file_hash,
     key_type,
     make_keys,
-    published,
     shard_name,
-    write_json,
+    sync,
+    temporary_beside,
 )
 from headattr.store.growing import Filter, Growing
 from headattr.store.index import write_index
+from headattr.store.receipt import compare, created, publish_shard, receipt, refused
 from headattr.store.sources import ActiveLists, SourceWriter
 from headattr.store.tallies import write_tallies
 from headattr.store.view import LayerView
@@ -85,32 +85,28 @@ def new_shard(
     name.
     """
     path = folder / f"{shard_name(index)}.h5"
-    try:
-        with published(path) as temporary:
-            with h5py.File(temporary, "w") as file:
-                file.attrs.update(
-                    format=SHARD_FORMAT, version=VERSION, manifest_hash=manifest_hash, shard=index
-                )
-                writer = ShardWriter(file, plans, key_type(longest), rank, filters)
-                yield writer
-                edges = writer.finish()
-            digest, size = file_hash(temporary), temporary.stat().st_size
+    with refused(path), temporary_beside(path) as temporary:
+        with created(temporary) as file:
+            file.attrs.update(
+                format=SHARD_FORMAT, version=VERSION, manifest_hash=manifest_hash, shard=index
+            )
+            writer = ShardWriter(file, plans, key_type(longest), rank, filters)
+            yield writer
+            edges, written = writer.finish(), receipt(file)
+        sync(temporary)
+        compare(temporary, written)
         sidecar = {
             "format": SHARD_FORMAT,
             "version": VERSION,
             "shard": index,
             "manifest_hash": manifest_hash,
-            "sha256": digest,
-            "bytes": size,
+            "sha256": file_hash(temporary),
+            "bytes": temporary.stat().st_size,
             "edges": edges,
             "prompts": [prompt.id for prompt in writer.prompts],
             "set_aside": writer.set_aside,
         }
-        write_json(path.with_suffix(".json"), sidecar)
-    except OSError as error:
-        raise StoreError(
-            f"cannot write {path}: {error}; free the disk and run the same command again"
-        ) from error
+        publish_shard(temporary, path, sidecar)
 
 
 class ShardWriter:
@@ -126,7 +122,8 @@ class ShardWriter:
         filters: Filter,
     ) -> None:
         """An empty shard; `keys`: the type of edge keys."""
-        self.file, self.prompts, self.filters = file, list[PromptRecord](), filters
+        self.file, self.prompts = file, list[PromptRecord]()
+        self.filters: Filter = filters
         self.set_aside: list[dict[str, Any]] = []
         """Prompts that failed, for the sidecar."""
         self.sources: dict[int, SourceWriter] = {}

@@ -19,22 +19,13 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from headattr.errors import HeadattrError
-
-
-@runtime_checkable
-class Encoder(Protocol):
-    """A dictionary, as far as labels need one."""
-
-    def encode(self, x: Tensor) -> Tensor:
-        """Feature activations [..., d_sae] of residuals [..., d_model]."""
-        ...
 
 
 class Context(NamedTuple):
@@ -112,18 +103,6 @@ class TopWindows(NamedTuple):
     """Its largest activation, early positions included."""
     positions: int
     """Number of positions seen."""
-
-
-@torch.no_grad()
-def encoded_windows(
-    sae: Encoder,
-    resid_pre: Float[Tensor, "window pos d_model"],
-    keep: Bool[Tensor, "window pos"],
-    batch_size: int = 32,
-) -> Iterator[tuple[Float[Tensor, "window pos d_sae"], int]]:
-    """Activations of `sae`, some windows at a time, for `top_windows`; zero where not `keep`."""
-    for x, kept in zip(resid_pre.split(batch_size), keep.split(batch_size), strict=True):
-        yield sae.encode(x.float()) * kept.unsqueeze(-1), int(kept.sum())
 
 
 def top_windows(

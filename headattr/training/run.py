@@ -50,8 +50,8 @@ def train_file(path: Path, kind: str, out: Path | None, say: Say) -> dict[str, A
     recipe = read_recipe(path, kind)
     if out is None and not recipe.out:
         raise UsageError(f"{path} names no `out`; give --out FOLDER")
-    folder = Path(recipe.out).expanduser() if out is None else out
-    return train_dictionaries(recipe, folder, base=path.parent, say=say)
+    folder = Path(recipe.out) if out is None else out
+    return train_dictionaries(recipe, folder.expanduser(), base=path.parent, say=say)
 
 
 def train_dictionaries(
@@ -93,9 +93,13 @@ def _trained(
     jobs = jobs_of(recipe, loaded)
     windows = make_windows(recipe, loaded, base)
     identity = _identity(recipe, loaded, windows)
-    if (found := _finished(out, identity)) is not None:
+    if (found := _finished(out, identity, recipe)) is not None:
         say(f"{out} is complete: nothing to do")
         return found
+    say(
+        f"{out}: {windows.train.numel():,} tokens to train on, {windows.held_out.numel():,} held "
+        "out; where this is stopped, the same command goes on"
+    )
     work = _Work(recipe, loaded, windows, folder, identity, say)
     for some in work.at_once(jobs):
         work.run(some)
@@ -166,6 +170,7 @@ class _Work:
         job.write(trainee, self.result)
         coders = coders_of(job.read(self.result))
         if self.recipe.labels:
+            self.say(f"{job.name}: labels")
             texts, ids = token_texts(self.model), self.windows.train
             write_feature_labels(self._labels(job), coders, rows, ids, texts, job.first)
         scores = score(coders, held_out.rows_for(job.sites))
@@ -247,16 +252,35 @@ def _identity(recipe: Recipe, model: LoadedModel, windows: Windows) -> str:
     return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
 
 
-def _finished(out: Path, identity: str) -> dict[str, Any] | None:
+def _finished(out: Path, identity: str, recipe: Recipe) -> dict[str, Any] | None:
     """The card of a result that is there already. Raises UsageError for something else there."""
     if not out.exists():
         return None
     card = out / CARD
-    found = json.loads(card.read_text(encoding="utf-8")) if card.is_file() else {}
+    if not card.is_file():
+        raise UsageError(
+            f"{out} is there, without the {CARD} of `headattr train`; choose another --out, or "
+            "remove it"
+        )
+    found = json.loads(card.read_text(encoding="utf-8"))
     if found.get("identity") != identity:
-        what = "was trained with another recipe, model or texts" if found else "is no such result"
-        raise UsageError(f"{out} is there and {what}; choose another --out, or remove it")
+        raise UsageError(
+            f"{out} was trained with another recipe, model or texts ({_unlike(found, recipe)}); "
+            "choose another --out, or remove it"
+        )
     return found
+
+
+def _unlike(card: dict[str, Any], recipe: Recipe) -> str:
+    """What the recipe of a card has otherwise than this one."""
+    before, now = card.get("recipe", {}), json.loads(json.dumps(recipe.numbers()))
+    unlike = [
+        f"{name} {before.get(name)!r}, here {value!r}"
+        for name, value in now.items()
+        if before.get(name) != value
+    ]
+    same = "the same numbers, of another model or other texts: `stdlib` is this Python's own"
+    return "; ".join(unlike) or same
 
 
 def _versions() -> dict[str, str]:
