@@ -682,7 +682,9 @@ RECIPES = sorted(p for p in ROOT.glob("dictionaries/*/*.toml") if p.name != "spe
 
 
 def kind_of(path: Path) -> str:
-    return {"crosscoder": "crosscoder", "transcoders": "transcoder"}.get(path.stem, "sae")
+    return {"crosscoder": "crosscoder", "transcoders": "transcoder"}.get(
+        path.stem.partition("_")[0], "sae"
+    )
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: f"{path.parent.name}/{path.stem}")
