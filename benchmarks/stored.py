@@ -276,9 +276,8 @@ def main() -> None:
     try:
         edges, rate = make_store(base / "store", options.shards, options.distinct)
         size = sum(path.stat().st_size for path in (base / "store" / SHARDS).iterdir())
-        print(
-            f"{edges:,} edges in {options.shards} shards, {size / edges:.0f} bytes an edge at k = {TOPK}"
-        )
+        shards = f"{edges:,} edges in {options.shards} shards"
+        print(f"{shards}, {size / edges:.0f} bytes an edge at k = {TOPK}")
         print(f"written: {rate:,.0f} edges a second of one core, with both indexes")
         with Store(base / "store") as store:
             began = time.perf_counter()

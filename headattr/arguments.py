@@ -13,6 +13,8 @@ from headattr.errors import UsageError
 def parse(command: type[Any], name: str, arguments: list[str]) -> Any:
     """The command called `name`; raises UsageError, one line, where tyro would print a box."""
     said, about = io.StringIO(), inspect.getdoc(command)
+    if {"-h", "--help"} & set(arguments) and hasattr(command, "more_help"):
+        about = f"{about}\n\n{command.more_help()}"
     try:
         with contextlib.redirect_stderr(said):
             return tyro.cli(command, prog=name, args=arguments, description=about)
@@ -43,14 +45,11 @@ def merge_repeats(arguments: list[str], repeatable: tuple[str, ...]) -> list[str
 def _one_line(box: str) -> str:
     """What a box of tyro says, without its frame, titles of arguments only."""
     kept: list[str] = []
-    for line in box.splitlines():
-        text = line.strip("\u2502 ")
+    for drawn in box.splitlines():
+        line = drawn.replace("\u2502", " ")  # a frame of spaces where the output is not UTF-8
+        text = line.strip()
         if text.startswith(("For full helptext", "Argument helptext")):
             break
-        if (
-            line.startswith("\u2502 ")
-            and text.strip("\u2500")
-            and not line.startswith("\u2502" + " " * 9)
-        ):
+        if line.startswith("  ") and text.strip("\u2500-") and not line.startswith(" " * 10):
             kept.append(text)
-    return " ".join(kept or box.split())
+    return " ".join(kept or box.split()).replace(" Perhaps you meant: ", "; perhaps you meant: ")

@@ -4,6 +4,7 @@ import json as jsonlib
 import os
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from headattr.arguments import merge_repeats, parse
@@ -34,7 +35,7 @@ from headattr.commands import (
     _Train,
 )
 from headattr.config import RunConfig
-from headattr.errors import HeadattrError, UsageError
+from headattr.errors import HeadattrError, StoreError, UsageError
 from headattr.judging import Evaluate, Inspect, Label
 
 COMMANDS: dict[str, type[Any]] = {
@@ -123,6 +124,8 @@ def _no_command(arguments: list[str]) -> int:
     for name, command in {**named, **COMMANDS}.items():
         print(f"  headattr {name:18} {(command.__doc__ or '').splitlines()[0]}", file=out)
     print("\n`headattr COMMAND --help` says more, with an example.", file=out)
+    if words[:1] == ["train"]:
+        print("`headattr train sae --help` (or another kind) lists the keys of a recipe.", file=out)
     return 0 if asked else 2
 
 
@@ -158,15 +161,27 @@ def _estimate(config: Estimate) -> int:
     return 0
 
 
+def _opened(path: Path) -> Any:
+    """A result; what is none is said to be what it is."""
+    from headattr.store.reader import open_store
+
+    try:
+        return open_store(path)
+    except StoreError:
+        from headattr.inputs import check_result
+
+        check_result(path)
+        raise
+
+
 def _query_edge(command: QueryEdge) -> int:
     from headattr import query
-    from headattr.store.reader import open_store
     from headattr.viewers.text import render_edge
 
     for name in ("pairs", "features"):
         if getattr(command, name) < 0:
             raise UsageError(f"--{name} is {getattr(command, name)}; expected at least 0")
-    with open_store(command.store) as store:
+    with _opened(command.store) as store:
         answer = query.query_edge(store, command.prompt, command.head, command.q, command.k)
         _warn(store.problems)
     shown = {"pairs": command.pairs, "features": command.features}
@@ -176,10 +191,9 @@ def _query_edge(command: QueryEdge) -> int:
 
 def _ask(command: Any) -> int:
     from headattr.answering import ANSWERS
-    from headattr.store.reader import open_store
 
     ask, render = ANSWERS[type(command)]
-    with open_store(command.store) as store:
+    with _opened(command.store) as store:
         answer = ask(store, command)
         _warn(store.problems)
     _print(answer, command.json, render)
@@ -188,9 +202,8 @@ def _ask(command: Any) -> int:
 
 def _index(command: Index) -> int:
     from headattr.store.merge import make_index
-    from headattr.store.reader import open_store
 
-    with open_store(command.store) as store:
+    with _opened(command.store) as store:
         path = make_index(store)
         answer = {"index": str(path), "shards": len(store.shards), "bytes": path.stat().st_size}
         _warn(store.problems)
@@ -206,23 +219,21 @@ def _check(command: Check) -> int:
     from headattr.export.check import check_export, render_export_check
     from headattr.export.folder import is_export
     from headattr.store.check import check_store, render_check
-    from headattr.store.reader import open_store
 
     if is_export(command.store):
         answer = check_export(command.store)
         _print(answer, command.json, render_export_check)
         return 0 if answer["ok"] else 1
-    with open_store(command.store) as store:
+    with _opened(command.store) as store:
         answer = check_store(store)
     _print(answer, command.json, render_check)
     return 0 if answer["ok"] else 1
 
 
 def _repair(command: Repair) -> int:
-    from headattr.store.reader import open_store
     from headattr.store.repair import render_repair, repair_store
 
-    with open_store(command.store) as store:
+    with _opened(command.store) as store:
         answer = repair_store(store, dry_run=command.dry_run)
     _print(answer, command.json, render_repair)
     return 0 if answer["ok"] else 1
@@ -275,11 +286,12 @@ def _about_dictionaries(command: Any) -> int:
     return 0
 
 
-def _train(command: _Train, kind: str) -> int:
+def _train(command: _Train) -> int:
     from headattr.training.run import render_training, train_file
 
     _quiet()
-    answer = train_file(command.recipe, kind, command.out, _say)
+    say = _say if command.progress else _silent
+    answer = train_file(command.recipe, command.kind, command.out, say)
     _print(answer, command.json, render_training)
     return 0
 
@@ -303,9 +315,9 @@ _RUN: dict[type[Any], Callable[[Any], int]] = {
     Evaluate: _about_dictionaries,
     Inspect: _about_dictionaries,
     Label: _about_dictionaries,
-    TrainSae: lambda command: _train(command, "sae"),
-    TrainTranscoder: lambda command: _train(command, "transcoder"),
-    TrainCrosscoder: lambda command: _train(command, "crosscoder"),
+    TrainSae: _train,
+    TrainTranscoder: _train,
+    TrainCrosscoder: _train,
 }
 
 
@@ -324,6 +336,10 @@ def _print(answer: Any, as_json: bool, render: Callable[[Any], str]) -> None:
 
 def _say(said: str) -> None:
     print(said, file=sys.stderr, flush=True)
+
+
+def _silent(said: str) -> None:
+    """Nothing."""
 
 
 def _warn(problems: list[str]) -> None:

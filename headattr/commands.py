@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import tyro
 
@@ -181,11 +182,22 @@ class Estimate(RunConfig):
 @dataclass(frozen=True)
 class _Train:
     recipe: tyro.conf.Positional[Path]
-    """A TOML file that says all that decides the result."""
+    """A TOML file that says all that decides the result; its keys are listed above."""
     out: Path | None = None
     """The folder of the result, in place of the recipe's; the same command goes on after a stop."""
+    progress: bool = True
+    """Say on standard error how far it is."""
     json: bool = False
     """Print the card as JSON."""
+    kind: ClassVar[str]
+    """Of its recipes."""
+
+    @classmethod
+    def more_help(cls) -> str:
+        """The keys of a recipe."""
+        from headattr.training.recipe_help import keys_in_words
+
+        return keys_in_words(cls.kind)
 
 
 @dataclass(frozen=True)
@@ -196,6 +208,8 @@ class TrainSae(_Train):
       headattr train sae dictionaries/smollm2/resid_pre_12.toml --out resid_pre_12
     """
 
+    kind: ClassVar[str] = "sae"
+
 
 @dataclass(frozen=True)
 class TrainTranscoder(_Train):
@@ -205,6 +219,8 @@ class TrainTranscoder(_Train):
       headattr train transcoder dictionaries/demo/transcoders.toml --out transcoders
     """
 
+    kind: ClassVar[str] = "transcoder"
+
 
 @dataclass(frozen=True)
 class TrainCrosscoder(_Train):
@@ -213,3 +229,5 @@ class TrainCrosscoder(_Train):
     Example:
       headattr train crosscoder dictionaries/demo/crosscoder.toml --out crosscoder
     """
+
+    kind: ClassVar[str] = "crosscoder"

@@ -163,14 +163,19 @@ class SourceSpec(NamedTuple):
 
 
 def parse_specs(
-    specs: tuple[str, ...], role: Literal["basis", "output"], embedded: Path | None = None
+    specs: tuple[str, ...],
+    role: Literal["basis", "output"],
+    embedded: Path | None = None,
+    *,
+    flag: bool = True,
 ) -> list[SourceSpec]:
     """Read SPECs: `layer=PATH`, `unembed`, a TOML file, a folder with spec.toml, or `demo` (in
     `embedded`).
 
-    Raises UsageError, naming the SPEC.
+    `flag`: were they given as --basis or --output? Raises UsageError, naming the SPEC.
     """
     found: list[SourceSpec] = []
+    given = f"--{role} " if flag else ""
     for text in specs:
         layer, equals, target = text.partition("=")
         if text == "demo" and embedded is not None:
@@ -192,7 +197,7 @@ def parse_specs(
             found.append(SourceSpec("sae", EVERY_LAYER, hub))
         else:
             raise UsageError(
-                f"--{role} {text!r}: no such file or folder; expected layer=PATH, PATH, "
+                f"{given}{text!r}: no such file or folder; expected layer=PATH, PATH, "
                 f"0=tokens, demo, {'unembed, ' if role == 'output' else ''}or a TOML "
                 "file (a folder holds it as spec.toml)"
             )
@@ -202,15 +207,13 @@ def parse_specs(
 def check_specs(found: list[SourceSpec], role: str) -> list[SourceSpec]:
     """Refuse two dictionaries for one layer, and token decompositions anywhere but at layer 0 of a
     basis."""
-    seen: set[int] = set()
+    seen: dict[int, SourceSpec] = {}
     for spec in found:
         if spec.layer == EVERY_LAYER:
             continue
         if spec.layer in seen:
-            raise UsageError(
-                f"--{role}: layer {spec.layer} is given twice; expected one dictionary a layer"
-            )
-        seen.add(spec.layer)
+            raise UsageError(f"--{role}: {_twice(seen[spec.layer], spec, found)}")
+        seen[spec.layer] = spec
         if spec.layer < 0 and spec.kind != "unembed":
             raise UsageError(f"--{role}: there is no layer {spec.layer}; layers count from 0")
         if spec.kind == "tokens" and (spec.layer != 0 or role == "output"):
@@ -218,6 +221,21 @@ def check_specs(found: list[SourceSpec], role: str) -> list[SourceSpec]:
                 f"--{role} {spec.layer}=tokens: tokens decompose layer 0 of a basis only"
             )
     return sorted(found, key=lambda spec: spec.layer % (1 << 30))
+
+
+def _twice(one: SourceSpec, other: SourceSpec, found: list[SourceSpec]) -> str:
+    """Two dictionaries of one layer, and how to give one each."""
+    said = f"layer {one.layer} is given twice"
+    if other.layer >= 0 and str(one.target) != str(other.target):
+        said += f", by {one.target} and by {other.target}"
+    said += "; expected one dictionary a layer"
+    if not (one.spread or other.spread):
+        return said
+    by_layer: dict[int, list[str]] = {}
+    for spec in found:
+        by_layer.setdefault(spec.layer, []).append(str(spec.target))
+    given = [f"{n}={t[0] if len(t) == 1 else '...'}" for n, t in sorted(by_layer.items()) if n >= 0]
+    return f"{said}: say which, as {' '.join(given)}"
 
 
 def _folder(target: str, text: str) -> Path | HubId:

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -107,6 +107,17 @@ def parse_layers(text: str, n_layers: int) -> list[int]:
             raise UsageError(f"--layers {part.strip()}: the model has layers 0 to {n_layers - 1}")
         found.update(range(first, last + 1))
     return sorted(found)
+
+
+def layer_ranges(layers: Iterable[int]) -> str:
+    """Layers as `parse_layers` reads them: 1,3-5."""
+    runs: list[list[int]] = []
+    for layer in sorted(set(layers)):
+        if runs and layer == runs[-1][-1] + 1:
+            runs[-1].append(layer)
+        else:
+            runs.append([layer])
+    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
 def listed_edges(

@@ -19,6 +19,7 @@ from headattr.attribution.shares import ShareSums, layer_shares, no_shares
 from headattr.basis.active import ActiveFeatures
 from headattr.basis.report import Tally
 from headattr.basis.whole import Whole, load_whole
+from headattr.comparison import row_of
 from headattr.edges import HeadId, parse_heads, parse_layers
 from headattr.errors import PromptError
 from headattr.inputs import releases_of
@@ -29,7 +30,7 @@ from headattr.model.load import LoadedModel
 from headattr.model.proof import TOLERANCE, prove
 from headattr.model.sites import Site
 from headattr.model.tokens import Prompt
-from headattr.passes import Passes, bar, counted_of, given
+from headattr.passes import Passes, bar, counted_of, given_each
 from headattr.query import share_of
 
 
@@ -40,18 +41,22 @@ class Chosen(NamedTuple):
     batch_size: int = 8
     memory: str | None = None
     progress: bool = False
+    layers: tuple[int, ...] | None = None
+    """Those that were asked for; None: all."""
 
 
 def evaluate(asked: Evaluate) -> dict[str, Any]:
     """The command `evaluate`: {"model", "prompts", "tokens", "left", "bos", "set_aside",
-    "dictionaries": [the answer of `judge` and "path"]}.
+    "dictionaries": [the answer of `judge`, "path", "bos" and "tokens"]}. Each is judged with or
+    without BOS as it was trained: where that is not the same for all, "bos" and "tokens" of all are
+    null.
 
     Raises HeadattrError, before any pass, for whatever does not fit.
     """
     asked.check_given("evaluate")
     named = releases_of(asked.dictionaries)
-    found = given(asked, [one.release for one in named])
-    model = found.model
+    found = given_each(asked, named)
+    model = found[0].model
     layers = set(parse_layers(asked.layers, len(model.layers)))
     heads = parse_heads(asked.heads, len(model.layers), model.n_heads)
     chosen = Chosen(
@@ -59,14 +64,19 @@ def evaluate(asked: Evaluate) -> dict[str, Any]:
         asked.batch_size,
         asked.memory,
         asked.progress,
+        None if asked.layers == "all" else tuple(sorted(layers)),
     )
     prove(model, sorted({head.layer for head in chosen.heads}))
     answers = []
-    for one in named:
+    for one, here in zip(named, found, strict=True):
         whole = load_whole(one.release, model, one.layer)
-        answer = judge(model, whole, found.prompts, chosen)
-        answers.append({"path": one.release.path, **answer})
-    return {**found.about(), "dictionaries": answers}
+        answer = judge(model, whole, here.prompts, chosen)
+        said = {"path": one.release.path, "bos": here.bos._asdict(), "tokens": here.tokens}
+        answers.append({**said, **answer})
+    about = found[0].about()
+    if any(here.bos.prepend != found[0].bos.prepend for here in found):
+        about |= {"bos": None, "tokens": None}
+    return {**about, "dictionaries": answers}
 
 
 def judge(
@@ -79,15 +89,15 @@ def judge(
     "loss_clean", "loss": {site or "together": {"spliced", "ablated", "recovered"}}, "layers":
     [{"layer", "feature_share", "feature_share_centred" (of all edges), "feature_share_counted",
     "feature_share_counted_centred", "output_share" (without positions that swallow attention)}],
-    "heads": [the same with "head"], "layers_without_basis", "failed": {prompt: reason}}. Losses are
-    in nats a token.
+    "heads": [the same with "head"], "layers_without_basis", "failed": {prompt: reason}, "row": what
+    is compared (`comparison.row_of`)}. Losses are in nats a token.
     """
     work = _Judge(model, whole, prompts, chosen)
     about = whole.source.about
     work.measure()
     nothing = {"loss_clean": None, "loss": {}}
     losses = work.splice() if work.tally.positions else nothing
-    return {
+    answer = {
         "name": about.name,
         "kind": about.kind,
         "features": about.n_features,
@@ -102,6 +112,7 @@ def judge(
         "layers_without_basis": sorted({head.layer for head in chosen.heads} - whole.views.keys()),
         "failed": {str(prompt): reason for prompt, reason in work.passes.failed.items()},
     }
+    return {**answer, "row": row_of(whole.source, answer, chosen.layers)}
 
 
 class _Judge:

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from headattr.basis.dictionary import Release
-from headattr.basis.formats.registry import open_release, open_releases
+from headattr.basis.formats.registry import format_of, open_release, open_releases
 from headattr.basis.hub import local_copy
 from headattr.basis.load import check_files
 from headattr.config import EVERY_LAYER, HubId, RunConfig, SourceSpec, check_specs, parse_specs
-from headattr.errors import UsageError
+from headattr.errors import StoreError, UsageError
 from headattr.model.embedded import embedded_folder
 from headattr.texts import Texts, read_texts, texts_from_memory
 
@@ -97,7 +97,7 @@ def releases_of(specs: Sequence[str]) -> list[NamedRelease]:
     embedded = embedded_folder() if "demo" in specs else None
     found: dict[Any, NamedRelease] = {}
     for text in specs:
-        for spec in parse_specs((text,), "basis", embedded):
+        for spec in parse_specs((text,), "basis", embedded, flag=False):
             if spec.kind != "sae":
                 continue
             layer = None if spec.layer == EVERY_LAYER else spec.layer
@@ -107,6 +107,18 @@ def releases_of(specs: Sequence[str]) -> list[NamedRelease]:
     if not found:
         raise UsageError(f"{', '.join(specs) or 'nothing'} names no dictionary; expected its PATH")
     return list(found.values())
+
+
+def check_result(path: Path) -> None:
+    """Refuse, with StoreError, what is nowhere and what is something else than a result."""
+    if not path.exists():
+        raise StoreError(f"{path} does not exist; expected the folder of a result")
+    found = format_of(path)
+    if found is not None:
+        raise StoreError(
+            f"{path} is a dictionary ({found}), not a result; `headattr dictionaries inspect "
+            f"{path}` says what it is"
+        )
 
 
 def _named(given: Any) -> tuple[str, ...]:

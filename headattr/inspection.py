@@ -3,6 +3,7 @@
 from typing import Any
 
 from headattr.basis.dictionary import Dictionary, Frame
+from headattr.basis.transcoder_checks import gap_of
 from headattr.basis.whole import load_whole
 from headattr.errors import UsageError
 from headattr.inputs import releases_of
@@ -15,9 +16,10 @@ from headattr.sample import sample_reports
 def inspect(asked: Inspect) -> list[dict[str, Any]]:
     """The command `dictionaries inspect`, one entry a release:
 
-    {"name", "path", "kind", "features", "dictionaries": [{"name", "path", "format",
-    "architecture", "activation": {"kind", "k"}, "reads", "writes", "hook_name", "d_in", "d_out",
-    "features", "frame", "prepend_bos", "trained_on", "assumed", "labels", "hash"}], "report"}.
+    {"name", "path", "kind", "features", "gap" (what a transcoder set lacks, or null),
+    "dictionaries": [{"name", "path", "format", "architecture", "activation": {"kind", "k"},
+    "reads", "writes", "hook_name", "d_in", "d_out", "features", "frame", "prepend_bos",
+    "trained_on", "assumed", "labels", "hash"}], "report"}.
     `frame`: what is done to the input, in words; `hash` only where it was asked for; `report` (see
     `Tally.report`) only with a model and texts. Raises DictionaryError for files that are broken.
     """
@@ -26,7 +28,7 @@ def inspect(asked: Inspect) -> list[dict[str, Any]]:
         raise UsageError("--model and --texts go together: how a dictionary fits needs both")
     reports: list[dict[str, Any] | None] = [None for _ in named]
     if asked.model:
-        found = given(asked, [one.release for one in named])
+        found = given(asked, named)
         sources = [load_whole(one.release, found.model, one.layer).source for one in named]
         reports = sample_reports(found.model, sources, found.prompts)
     return [
@@ -35,6 +37,7 @@ def inspect(asked: Inspect) -> list[dict[str, Any]]:
             "path": one.release.path,
             "kind": one.release.kind,
             "features": one.release.features,
+            "gap": gap_of(one.release.dictionaries) if one.release.kind == "transcoders" else None,
             "dictionaries": [_facts(d, hashed=asked.hash) for d in one.release.dictionaries],
             "report": report,
         }

@@ -107,8 +107,11 @@ class Label(OnTexts):
     """The file to write; by default labels.jsonl beside the dictionary."""
     given: Annotated[Path | None, tyro.conf.arg(name="from")] = None
     """Take labels from a file or folder instead of a model: Neuronpedia's explanations (.json,
-    .jsonl), or circuit-tracer's feature files ({cantor}.json)."""
+    .jsonl or .gz of them: "index" or "feature" a number, "description" a text, and "layer" such as
+    5-res-jb where the dictionary has several), or circuit-tracer's feature files ({cantor}.json).
+    """
     replace: bool = False
-    """Replace a labels.jsonl that is there."""
+    """Replace a labels.jsonl that is there; with --from, what was measured in it (contexts,
+    density, quantiles, logits) is kept where the file says nothing of it."""
     logits: bool = True
     """Find the tokens whose logits each feature moves most."""

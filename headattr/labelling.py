@@ -19,7 +19,7 @@ from headattr.model.tokens import vocabulary_texts
 from headattr.passes import Given, Passes, bar, counted_of, given
 from headattr.store.format import published
 from headattr.training.collected import QUANTILES, Collected
-from headattr.training.given_labels import Part, given_labels
+from headattr.training.given_labels import Part, given_labels, with_measured
 from headattr.training.labels import Effect, FeatureLabel, label_features, write_labels
 
 TOKENS = 8
@@ -45,10 +45,13 @@ def label(asked: Label) -> dict[str, Any]:
     written, aside = [], []
     if asked.given is not None:
         for one, out in zip(named, outs, strict=True):
-            written.append(_write(given_labels(asked.given, _parts(one.release)), one, out))
+            labels = given_labels(asked.given, _parts(one.release))
+            if out.exists():
+                labels = with_measured(labels, out, one.release.features)
+            written.append(_write(labels, one, out))
         return {"written": written, "set_aside": []}
     asked.check_given("dictionaries label")
-    found = given(asked, [one.release for one in named])
+    found = given(asked, named)
     aside = [entry.as_dict() for entry in found.set_aside]
     for one, out in zip(named, outs, strict=True):
         whole = load_whole(one.release, found.model, one.layer)

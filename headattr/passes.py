@@ -11,17 +11,18 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from headattr.attribution.task import swallow_attention
-from headattr.basis.dictionary import Release
 from headattr.basis.report import stream_of
+from headattr.basis.whole import check_whole
 from headattr.budget import Budget, Shape, budget_for, widest_layer
 from headattr.errors import PromptError, UsageError
+from headattr.inputs import NamedRelease
 from headattr.judging import OnTexts
 from headattr.layers import slots_of
 from headattr.model.capture import PromptCapture, capture, pad
 from headattr.model.load import LoadedModel, load_model
 from headattr.model.sites import Site
 from headattr.model.tokens import Bos, Prompt, decide_bos, tokenize
-from headattr.texts import SetAside, read_texts
+from headattr.texts import SetAside, Texts, read_texts
 
 
 class Given(NamedTuple):
@@ -51,21 +52,47 @@ class Given(NamedTuple):
         }
 
 
-def given(asked: OnTexts, releases: Iterable[Release]) -> Given:
+def given(asked: OnTexts, named: Sequence[NamedRelease]) -> Given:
     """The model, and the prompts as the dictionaries want them.
 
-    Raises HeadattrError where texts or model cannot be read, where the dictionaries disagree on
-    BOS, or where no prompt can run.
+    Raises HeadattrError where texts or model cannot be read, where a dictionary is of another
+    model, where they disagree on BOS, or where no prompt can run.
     """
-    texts = read_texts(Path(asked.texts), paragraphs=asked.paragraphs)
+    texts, model = _texts(asked), _fitting_model(asked, named)
+    return _prompts(asked, texts, model, named)
+
+
+def given_each(asked: OnTexts, named: Sequence[NamedRelease]) -> list[Given]:
+    """The model, and prompts for each dictionary: the same ones for all, or where they were not all
+    trained with BOS, or all without, as each of them was. Raises as `given`."""
+    texts, model = _texts(asked), _fitting_model(asked, named)
+    if len({bos for one in named for bos in _declared([one]).values()}) < 2:
+        return [_prompts(asked, texts, model, named)] * len(named)
+    return [_prompts(asked, texts, model, [one]) for one in named]
+
+
+def _texts(asked: OnTexts) -> Texts:
+    return read_texts(Path(asked.texts), paragraphs=asked.paragraphs)
+
+
+def _fitting_model(asked: OnTexts, named: Sequence[NamedRelease]) -> LoadedModel:
+    """The model, with dictionaries that fit it as far as their files tell."""
     model = load_model(asked.model, device=asked.device, dtype=asked.dtype)
-    declared = {
-        d.name: d.prepend_bos
-        for release in releases
-        for d in release.dictionaries
-        if d.prepend_bos is not None
-    }
-    bos = decide_bos(model.tokenizer, asked.bos, declared)
+    for one in named:
+        check_whole(one.release, model, one.layer)
+    return model
+
+
+def _declared(named: Sequence[NamedRelease]) -> dict[str, bool]:
+    """With or without BOS, as each dictionary that says so was trained."""
+    dictionaries = [d for one in named for d in one.release.dictionaries]
+    return {d.name: d.prepend_bos for d in dictionaries if d.prepend_bos is not None}
+
+
+def _prompts(
+    asked: OnTexts, texts: Texts, model: LoadedModel, named: Sequence[NamedRelease]
+) -> Given:
+    bos = decide_bos(model.tokenizer, asked.bos, _declared(named))
     prompts, aside = tokenize(model, texts.prompts, bos, truncate=asked.truncate)
     kept = first_tokens(prompts, asked.max_tokens)
     if not kept:

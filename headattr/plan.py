@@ -7,6 +7,7 @@ from typing import Any
 
 from headattr.basis.component import Place, SourceInfo
 from headattr.basis.load import Sources, declared_bos, load_sources
+from headattr.basis.transcoder_checks import why_without
 from headattr.budget import Shape, widest_layer
 from headattr.config import RunConfig, canonical_hash
 from headattr.edges import HeadId, listed_edges, parse_edge_rule, parse_heads, token_filter
@@ -60,6 +61,7 @@ def make_run(config: RunConfig, inputs: Inputs, *, every_layer: bool = True) -> 
     )
     apart = config.attention == "heads"
     sources = load_sources(model, inputs.basis, inputs.output, read=config.read, heads_apart=apart)
+    _check_apart(config, sources)
     heads, skipped = plan_heads(config, model, sources)
     outputs, reasons = plan_outputs(config, sorted({h.layer for h in heads}), sources)
     sources = sources._replace(outputs={found.place: found for found in outputs.values()})
@@ -97,6 +99,18 @@ def make_run(config: RunConfig, inputs: Inputs, *, every_layer: bool = True) -> 
         labelled=[i for i, source in enumerate(every) if has_labels(source)],
     )
     return Run(config, model, proof, sources, prompts, plans, listed, manifest, outputs)
+
+
+def _check_apart(config: RunConfig, sources: Sources) -> None:
+    """`--attention heads` is for transcoders."""
+    kinds = [basis.source.about.kind for basis in sources.bases.values()]
+    if config.attention == "heads" and "transcoders" not in kinds:
+        found = ", ".join(dict.fromkeys(kinds)) or "none"
+        raise UsageError(
+            "--attention heads takes the attention outputs apart that a set of transcoders as "
+            f"--basis leaves as components; the basis here is {found}: leave it out, or give "
+            "transcoders"
+        )
 
 
 def about_source(about: SourceInfo) -> dict[str, Any]:
@@ -151,10 +165,11 @@ def plan_heads(
     heads = parse_heads(config.heads, len(model.layers), model.n_heads)
     without = sorted({head.layer for head in heads} - sources.bases.keys())
     if without and config.heads != "all":
-        raise UsageError(
-            f"--heads {config.heads}: layers {without} have no basis; give one each, as "
-            f"--basis {without[0]}=PATH"
+        hint = (
+            why_without(distinct(sources), without)
+            or f"give one each, as --basis {without[0]}=PATH"
         )
+        raise UsageError(f"--heads {config.heads}: layers {without} have no basis; {hint}")
     kept = [head for head in heads if head.layer in sources.bases]
     if not kept:
         raise UsageError("no head has a basis; give at least one --basis layer=PATH")

@@ -1,11 +1,11 @@
 """The command `run`: do it, then say what was done, what was assumed, and how it adds up."""
 
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from headattr.config import RunConfig
+from headattr.edges import layer_ranges
 from headattr.inputs import inputs_of
 from headattr.pipeline import execute
 from headattr.plan import make_run
@@ -82,18 +82,18 @@ def render_run(answer: dict[str, Any]) -> str:
         l0 = "" if source["mean_l0"] is None else f", mean L0 {source['mean_l0']:.1f}"
         about = f"{source['kind']}, {source['activation']}{l0}"
         uses = [
-            f"{use} {_ranges(source[key])}"
+            f"{use} {layer_ranges(source[key])}"
             for use, key in (("decomposes", "decomposes"), ("reads heads of", "reads_heads_of"))
             if source[key]
         ]
-        lines.append(f"  layer {source['layer']}: {source['name']} ({about}) {', '.join(uses)}")
+        lines.append(f"  {_place(source)}: {source['name']} ({about}) {', '.join(uses)}")
         if source["report"] is not None:
             lines += [f"    {line}" for line in render_report(source["report"])]
         lines += [f"    assumed: {assumed}" for assumed in source["assumed"]]
     lines += [f"  {note}" for note in answer["model_notes"]]
     if answer["layers_without_basis"]:
         lines.append(
-            f"  left out for want of a basis: layers {_ranges(answer['layers_without_basis'])}"
+            f"  left out for want of a basis: layers {layer_ranges(answer['layers_without_basis'])}"
         )
     lines += [
         f"  layer {layer} has no output: {reason}" for layer, reason in answer["no_output"].items()
@@ -105,16 +105,14 @@ def render_run(answer: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def _place(source: dict[str, Any]) -> str:
+    """Where a dictionary is: a crosscoder, or a set that decomposes several layers, at all of
+    them."""
+    layers = source["decomposes"]
+    if len(layers) > 1:
+        return f"layers {layer_ranges(layers)}"
+    return f"layer {source['layer']}"
+
+
 def _error(value: float | None) -> str:
     return "none" if value is None else f"{value:.1e}"
-
-
-def _ranges(numbers: Sequence[int]) -> str:
-    """[0, 1, 2, 5] as `0-2, 5`."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    return ", ".join(str(r[0]) if len(r) == 1 else f"{r[0]}-{r[-1]}" for r in runs)

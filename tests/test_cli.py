@@ -331,7 +331,7 @@ BAD: dict[str, tuple[Callable[[Path], list[str]], int, str]] = {
     "an unknown flag": (lambda p: [*arguments(p), "--depth", "3"], 2, "--depth"),
     "nothing": (lambda p: ["run"], 2, "--model"),
     "no store": (lambda p: ["check", str(p / "model")], 1, "is not a headattr store"),
-    "no folder": (lambda p: ["check", str(p / "nowhere")], 1, "is not a headattr store"),
+    "no folder": (lambda p: ["check", str(p / "nowhere")], 1, "does not exist"),
     "no path": (lambda p: ["check"], 2, "PATH"),
     "two paths": (lambda p: ["check", str(p), "b"], 2, "b"),
     "a masked edge": (lambda p: _edge(p, q=3, k=5), 2, "masked"),
@@ -561,9 +561,7 @@ def test_exit_codes_reach_the_shell_and_a_closed_pipe_is_no_error(place: Path) -
     process = started(["check", str(place / "nowhere")])
     out, err = process.communicate(timeout=60)
     assert (process.returncode, out) == (1, "")
-    assert (
-        err == f"headattr: {place / 'nowhere'} is not a headattr store: it has no manifest.json\n"
-    )
+    assert err == f"headattr: {place / 'nowhere'} does not exist; expected the folder of a result\n"
     reader, writer = os.pipe()
     os.close(reader)
     process = started(_edge(place, "--json"), stdout=writer)

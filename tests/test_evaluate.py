@@ -15,7 +15,7 @@ from headattr.basis.dictionary import Release
 from headattr.basis.report import stream_of
 from headattr.basis.whole import load_whole
 from headattr.cli import main
-from headattr.edges import HeadId, parse_layers
+from headattr.edges import HeadId, layer_ranges, parse_layers
 from headattr.errors import UsageError
 from headattr.evaluate import Chosen, judge
 from headattr.model.capture import PromptCapture, capture, pad
@@ -82,6 +82,62 @@ def test_a_dictionary_that_is_never_active_explains_nothing() -> None:
     for row in (*found["layers"], *found["heads"]):
         assert (row["feature_share"], row["feature_share_centred"]) == (0, 0)
         assert row["output_share"] == 0
+
+
+# One row ------------------------------------------------------------------------------------------
+
+
+def mean(numbers: Any) -> float:
+    kept = list(numbers)
+    return sum(kept) / len(kept)
+
+
+@pytest.mark.parametrize("kind", ["crosscoder", "acausal", "transcoders"])
+def test_a_row_stands_for_several_sites_as_the_footer_says(kind: str) -> None:
+    found = judged(releases.RESIDUAL[kind](), load_model(tiny.llama()))
+    row, loss = found["row"], found["loss"]
+    assert row["sites"] == list(found["explained_variance"])
+    assert row["layers"] == [layer["layer"] for layer in found["layers"]]
+    assert row["explained_variance"] == mean(found["explained_variance"].values())
+    assert row["l0"] == pytest.approx(found["l0"])
+    assert row["l0"] == pytest.approx(sum(group["l0"] for group in found["groups"]))
+    parts = [loss["together"]] if kind == "transcoders" else list(loss.values())
+    assert row["recovered"] == mean(p["recovered"] for p in parts if p["recovered"] is not None)
+    assert row["output_share"] == mean(layer["output_share"] for layer in found["layers"])
+
+
+def test_at_one_layer_a_crosscoder_is_its_site_and_the_features_that_write_it() -> None:
+    model, release = load_model(tiny.llama()), releases.RESIDUAL["crosscoder"]()
+    whole, rows = load_whole(release, model), prompts_of(TOKENS)
+    source = whole.source
+    everything = judge(model, whole, rows, every_head(model))
+    for layer in whole.views:
+        heads = tuple(HeadId(layer, head) for head in range(model.n_heads))
+        found = judge(model, whole, rows, Chosen(heads, layers=(layer,)))
+        site, row = str(Site("resid_pre", layer)), found["row"]
+        writing = [Site("resid_pre", layer) in c.dictionary.writes for c in source.coders]
+        groups = [g for g, here in zip(found["groups"], writing, strict=True) if here]
+        assert (row["sites"], row["layers"]) == ([site], [layer])
+        assert row["l0"] == sum(group["l0"] for group in groups)
+        assert row["explained_variance"] == found["explained_variance"][site]
+        assert row["recovered"] == found["loss"][site]["recovered"]
+        assert found["loss"] == everything["loss"]
+    assert len(groups) > 1
+
+
+def test_at_one_layer_transcoders_are_still_the_whole_set() -> None:
+    model, release = load_model(tiny.llama()), releases.RESIDUAL["transcoders"]()
+    whole, rows = load_whole(release, model), prompts_of(TOKENS)
+    every = judge(model, whole, rows, every_head(model))["row"]
+    layer = max(whole.views)
+    one = judge(model, whole, rows, every_head(model, layers=(layer,)))["row"]
+    for key in ("sites", "l0", "explained_variance", "recovered"):
+        assert one[key] == every[key]
+
+
+@pytest.mark.parametrize("text", ["0", "0-2", "1,3-5,7", "2,4"])
+def test_layers_are_written_as_they_are_read(text: str) -> None:
+    assert layer_ranges(parse_layers(text, 9)) == text
 
 
 # Loss ---------------------------------------------------------------------------------------------
@@ -322,8 +378,10 @@ def test_evaluate_prints_one_row_a_dictionary(
     assert second["loss"].keys() == second["explained_variance"].keys() == {"resid_pre 2"}
     lines = said(capsys, argv).splitlines()
     rows = [line for line in lines if line.split()[0] in ("dictionary", "sae1", "sae2")]
-    assert [len(row.split()) for row in rows] == [9, 9, 9]
-    assert rows[1].split()[1] == f"{first['l0']:.1f}"
+    assert [len(row.split()) for row in rows] == [11, 12, 12]
+    assert rows[1].split()[:5] == ["sae1", "resid_pre", "1", "1", f"{first['l0']:.1f}"]
+    assert rows[2].split()[:4] == ["sae2", "resid_pre", "2", "2"]
+    assert "not comparable" in "".join(lines)
 
 
 def test_evaluate_judges_the_heads_that_are_asked_for(

@@ -333,6 +333,22 @@ def test_labels_of_others_need_no_model(place: Path, capsys: pytest.CaptureFixtu
     assert records[3]["density"] is None
 
 
+def test_labels_of_others_leave_what_was_measured(place: Path) -> None:
+    folder = place / "sae"
+    given = written(place / "n.json", [{"index": 3, "description": "cats"}])
+    argv = ["dictionaries", "label", str(folder)]
+    model = ["--model", str(place / "model"), "--texts", str(place / "texts.txt")]
+    assert main([*argv, *model, "--no-progress"]) == 0
+    path = folder / "labels.jsonl"
+    before = [json.loads(line) for line in path.read_text().splitlines()]
+    assert main([*argv, "--from", str(given), "--replace"]) == 0
+    after = [json.loads(line) for line in path.read_text().splitlines()]
+    assert after == [*before[:3], {**before[3], "label": "cats"}, *before[4:]]
+    path.write_text(path.read_text().partition("\n")[2])
+    assert main([*argv, "--from", str(given), "--replace"]) == 1
+    path.unlink()
+
+
 def test_a_file_that_does_not_fit_leaves_nothing_behind(place: Path) -> None:
     given = written(place / "n.json", [{"index": 99, "description": "cats"}])
     argv = ["dictionaries", "label", str(place / "sae"), "--from", str(given)]

@@ -240,6 +240,8 @@ def blocks(
         found(xs, torch.zeros(30).bool(), 1.0).loss.backward()
         adam.step()
         adam.zero_grad()
+    if kind == "batchtopk":
+        found.calibrate([xs], len(xs[0]))
     return found, xs
 
 
@@ -532,7 +534,7 @@ def test_a_harvest_that_fails_leaves_no_file(
     made = recipe("sae", memory_gb=0.0)
     with pytest.raises(Killed):
         train_dictionaries(made, tmp_path / "out", base=base, model=model, say=kill)
-    assert list((tmp_path / "out.part").iterdir()) == []
+    assert not (tmp_path / "out.part").exists()
 
 
 @pytest.mark.parametrize("storage", ["bfloat16", "float16"])
@@ -680,7 +682,9 @@ RECIPES = sorted(p for p in ROOT.glob("dictionaries/*/*.toml") if p.name != "spe
 
 
 def kind_of(path: Path) -> str:
-    return {"crosscoder": "crosscoder", "transcoders": "transcoder"}.get(path.stem, "sae")
+    return {"crosscoder": "crosscoder", "transcoders": "transcoder"}.get(
+        path.stem.partition("_")[0], "sae"
+    )
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: f"{path.parent.name}/{path.stem}")

@@ -18,7 +18,7 @@ from headattr.basis.crosscoder import (
 )
 from headattr.basis.dictionary import Release
 from headattr.basis.formats import saelens
-from headattr.basis.formats.registry import open_release, open_releases
+from headattr.basis.formats.registry import check_apart, open_release, open_releases
 from headattr.basis.hub import local_copy
 from headattr.basis.plain import PlainDictionary, plain_basis
 from headattr.basis.sae import SaeBasis, check_fit, residual_basis
@@ -70,9 +70,12 @@ def check_files(specs: Sequence[SourceSpec], role: Role) -> list[SourceSpec]:
             check_release(in_stream(open_release(spec.target), None), spec.layer, role, None)
             found.append(spec)
             continue
-        for release in (in_stream(found, None) for found in open_releases(spec.target)):
+        releases = [in_stream(release, None) for release in open_releases(spec.target)]
+        layers = [layers_of(release, role) for release in releases]
+        check_apart(spec.target, releases, layers, role)
+        for release, some in zip(releases, layers, strict=True):
             at = spec._replace(target=Path(release.path or spec.target), spread=True)
-            found += [at._replace(layer=layer) for layer in layers_of(release, role)]
+            found += [at._replace(layer=layer) for layer in some]
     return found
 
 

@@ -30,7 +30,7 @@ from headattr.basis.component import (
 )
 from headattr.basis.dictionary import Release
 from headattr.basis.rows import JoinedRows, Matrix, SummedRows
-from headattr.basis.transcoder_checks import check_transcoders, layer_of, read_site
+from headattr.basis.transcoder_checks import check_transcoders, gap_of, layer_of, read_site
 from headattr.errors import DictionaryError
 from headattr.model.capture import PromptCapture
 from headattr.model.family import Embedding
@@ -244,6 +244,8 @@ def load_transcoders(
     if missing:
         note = f"no transcoder of layers {missing}: their MLPs are components as a whole"
         about = about._replace(assumed=(*about.assumed, note))
+    elif gap := gap_of(release.dictionaries):
+        about = about._replace(assumed=(*about.assumed, gap))
     return Transcoders(coders, model, about, depth, heads_apart)
 
 

@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 from headattr.basis.crosscoder import Crosscoder, CrosscoderAt, load_crosscoder
 from headattr.basis.dictionary import Release
-from headattr.basis.load import in_stream, layers_of, load_sources
+from headattr.basis.load import check_release, in_stream, layers_of, load_sources
 from headattr.basis.rows import Matrix, ThroughRows
 from headattr.basis.sae import SaeBasis
 from headattr.basis.transcoders import Transcoders, TranscodersAt, load_transcoders
@@ -20,6 +20,13 @@ class Whole(NamedTuple):
     """What says which features are active, and reconstructs what it writes."""
     views: dict[int, Any]
     """By the layer for which it is a basis, ascending; none where it is an output alone."""
+
+
+def check_whole(release: Release, model: LoadedModel, layer: int | None = None) -> None:
+    """Refuse, with DictionaryError, a release whose files say that it is of another model; `layer`
+    as in `load_whole`."""
+    release = in_stream(release, model)
+    check_release(release, _layer(release, layer), "output", model.d_model)
 
 
 def load_whole(release: Release, model: LoadedModel, layer: int | None = None) -> Whole:
@@ -41,16 +48,22 @@ def load_whole(release: Release, model: LoadedModel, layer: int | None = None) -
         layers = [found for found in layers_of(release, "basis") if found < n_layers]
         stack = load_transcoders(release, model, n_layers)
         return Whole(stack, {found: TranscodersAt(stack, found) for found in layers})
-    site = release.dictionaries[0].reads[0]
-    found = layer if site is None else site.layer
-    if found is None:
-        where = release.path or release.name
-        raise DictionaryError(f"{where} does not name its site; say the layer: LAYER={where}")
+    found = _layer(release, layer)
     spec = SourceSpec("sae", found if layer is None else layer, release)
     source = next(iter(load_sources(model, [], [spec]).outputs.values())).source
     residual = isinstance(source, SaeBasis) and source.site.kind == "resid_pre"
     here = residual and source.layer < n_layers
     return Whole(source, {source.layer: source} if here else {})
+
+
+def _layer(release: Release, layer: int | None) -> int:
+    """That of its first site."""
+    site = release.dictionaries[0].reads[0]
+    found = layer if site is None else site.layer
+    if found is None:
+        where = release.path or release.name
+        raise DictionaryError(f"{where} does not name its site; say the layer: LAYER={where}")
+    return found
 
 
 def written_rows(whole: Whole, model: LoadedModel) -> Matrix:

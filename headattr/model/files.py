@@ -2,12 +2,13 @@
 files that say more than transformers reads."""
 
 import struct
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from headattr.errors import HeadattrError, UnsupportedModelError
+from headattr.errors import HeadattrError, UnsupportedModelError, UsageError
 from headattr.model.embedded import cache_folder, embedded_folder
 from headattr.model.weights_file import check_safetensors
 
@@ -111,6 +112,12 @@ def locate(name: str) -> tuple[str, str | None]:
     if path.exists() or name.startswith((".", "/", "~")):
         raise HeadattrError(
             f"{name} is not a model folder; expected one with config.json, or a .gguf file"
+        )
+    close = get_close_matches(name, ["demo", *FETCHED], n=1, cutoff=0.8)
+    if close and "/" not in name:
+        raise UsageError(
+            f"there is no model {name!r} here; did you mean {close[0]}? Expected a folder, a .gguf "
+            f"file, a hub id (org/name), or one of: demo, {', '.join(FETCHED)}"
         )
     return name, None
 

@@ -6,15 +6,16 @@
 
 c_s brings the mean norm of a site to sqrt(d), so that sites weigh alike. A feature is chosen by v,
 what it writes in all, whatever the scale of its rows: the k largest of a position (topk), the
-batch_size * k largest of a batch (batchtopk), or those above a learnt threshold (jumprelu). What a
-group does not read or write has no parameters.
+batch_size * k largest of a batch (batchtopk; saved with the threshold at which training positions
+have k on average), or those above a learnt threshold (jumprelu). What a group does not read or
+write has no parameters.
 
 Saved is the same in the model's units: c is folded into the weights, rows are divided by |d_f|, and
 activations are v times the mean of 1 / c_s: what a feature writes in all, measured in the typical
 size of its sites. Where one site is written, its decoder rows have norm 1.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -22,10 +23,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from headattr.basis.dictionary import Activation, Tensors
+from headattr.training.calibration import Largest
 
-THRESHOLD_RATE = 0.01
-"""Of the moving average of the smallest chosen value, sae_lens' own; saved free of its start at
-0."""
 PRE_ACT = 3e-6
 """Of the loss that brings dead features of jumprelu back to their thresholds (Anthropic, January
 2025); Adam makes steps of a full learning rate of it where there is no other."""
@@ -75,8 +74,8 @@ class Passed(NamedTuple):
 class BlockCoder(nn.Module):
     """Groups in training."""
 
-    smallest: Tensor
-    """Moving averages of the smallest value chosen, and of 1, from 0 on."""
+    limit: Tensor
+    """The threshold that batchtopk is saved with."""
 
     def __init__(
         self, groups: Sequence[Group], moments: Moments, sparsity: Sparsity, seed: int
@@ -108,7 +107,7 @@ class BlockCoder(nn.Module):
         if sparsity.kind == "jumprelu":
             self.threshold = nn.Parameter(torch.zeros_like(self.b_enc))
         else:
-            self.register_buffer("smallest", torch.zeros(2, dtype=torch.float64))
+            self.register_buffer("limit", torch.zeros((), dtype=torch.float64))
 
     @property
     def features(self) -> int:
@@ -121,6 +120,14 @@ class BlockCoder(nn.Module):
         if self.sparsity.kind == "jumprelu":
             values = self.values(self.scaled(batch), self.norms())
             self.threshold.fill_(kth_of_batch(values, self.sparsity.k))
+
+    @torch.no_grad()
+    def calibrate(self, batches: Iterable[Sequence[Float[Tensor, "b d"]]], positions: int) -> None:
+        """The threshold of batchtopk becomes the one at which these have k features a position."""
+        largest, norms = Largest(self.sparsity.k * positions), self.norms()
+        for batch in batches:
+            largest.add(self.values(self.scaled(batch), norms))
+        self.limit.fill_(largest.threshold())
 
     def forward(
         self,
@@ -191,13 +198,7 @@ class BlockCoder(nn.Module):
             return torch.zeros_like(acts).scatter(1, best.indices, best.values), none
         flat = acts.flatten()
         best = flat.topk(min(k * len(acts), len(flat)), sorted=False)
-        chosen = torch.zeros_like(flat).scatter(0, best.indices, best.values).view_as(acts)
-        with torch.no_grad():
-            positive = best.values[best.values > 0]
-            if self.training and len(positive):
-                here = torch.tensor([float(positive.min()), 1.0], dtype=torch.float64)
-                self.smallest += THRESHOLD_RATE * (here - self.smallest)
-        return chosen, none
+        return torch.zeros_like(flat).scatter(0, best.indices, best.values).view_as(acts), none
 
     def _above_threshold(self, values: Tensor, dead: Tensor, warm: float) -> tuple[Tensor, Tensor]:
         """Quadratic in L0, as Gemma Scope 2; gradients as Rajamanoharan et al. 2024."""
@@ -257,8 +258,7 @@ class BlockCoder(nn.Module):
             return None
         if self.sparsity.kind == "jumprelu":
             return self.threshold.clamp_min(0.0)
-        smallest, weight = self.smallest.tolist()
-        return torch.full_like(self.b_enc, smallest / weight if weight else 0.0)
+        return torch.full_like(self.b_enc, float(self.limit))
 
 
 def _directions(

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from headattr.errors import DictionaryError
-from headattr.training.labels import Effect, FeatureLabel, quoted
+from headattr.training.labels import Effect, FeatureLabel, label_of, quoted
 
 
 class Part(NamedTuple):
@@ -37,6 +37,31 @@ def given_labels(path: Path, parts: Sequence[Part]) -> Iterator[FeatureLabel]:
     found = _folder(path, parts) if path.is_dir() else _explanations(path, parts)
     for feature in range(sum(part.features for part in parts)):
         yield found.get(feature, FeatureLabel(feature, None, None, None, []))
+
+
+def with_measured(
+    labels: Iterable[FeatureLabel], path: Path, features: int
+) -> Iterator[FeatureLabel]:
+    """The labels, with what the labels.jsonl at `path` says of the same features where they say
+    nothing. It is read at once. Raises DictionaryError for a file of other features."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    try:
+        found = [label_of(json.loads(line)) for line in lines]
+    except (ValueError, KeyError, TypeError) as error:
+        raise DictionaryError(
+            f"{path} is no labels.jsonl ({type(error).__name__}: {error}); remove it first"
+        ) from error
+    if [label.id for label in found] != list(range(features)):
+        raise DictionaryError(
+            f"{path} has labels of {len(found)} features; the dictionary has {features}: it is of "
+            "another one; remove it first"
+        )
+    return (_joined(new, old) for new, old in zip(labels, found, strict=True))
+
+
+def _joined(new: FeatureLabel, old: FeatureLabel) -> FeatureLabel:
+    missing = {name for name, value in new._asdict().items() if value is None or value == []}
+    return new._replace(**{name: getattr(old, name) for name in missing})
 
 
 def cantor_pair(number: int) -> tuple[int, int]:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -174,6 +174,17 @@ def quoted(
             contexts[snippet] = _context(row, pos, texts, style, activation)
     label = " , ".join(list(contexts)[: style.quoted]) if contexts else None
     return label, list(contexts.values())
+
+
+def label_of(record: dict[str, Any]) -> FeatureLabel:
+    """A line of labels.jsonl; KeyError or TypeError where it is none."""
+    effects = {
+        name: [Effect(**effect) for effect in record[name]]
+        for name in ("top_logits", "bottom_logits")
+        if record.get(name) is not None
+    }
+    contexts = [Context(**context) for context in record["contexts"]]
+    return FeatureLabel(**{**record, **effects, "contexts": contexts})
 
 
 def write_labels(labels: Iterable[FeatureLabel], path: Path) -> None:

@@ -8,7 +8,7 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from headattr.errors import HeadattrError, UsageError
 from headattr.training.blocks import Moments, Passed
+from headattr.training.calibration import calibration_batches, calibration_positions
 from headattr.training.harvest import Rows
 from headattr.training.recipe import Recipe
 
@@ -38,6 +39,10 @@ class Trainee(Protocol):
 
     def prepare(self, batch: Sequence[Float[Tensor, "b d"]]) -> None:
         """Look at the first batch before training begins."""
+        ...
+
+    def calibrate(self, batches: Iterable[Sequence[Float[Tensor, "b d"]]], positions: int) -> None:
+        """Set what is fixed when training is over."""
         ...
 
     def __call__(
@@ -114,8 +119,9 @@ def train(
     """Train a module (a `Trainee`) in place; gives the seconds it took, those before a checkpoint
     included.
 
-    Ctrl-C leaves a checkpoint behind the step that runs. Raises UsageError for a checkpoint of
-    another recipe, HeadattrError where the loss is no longer finite.
+    When training is over the threshold of batchtopk is set on positions that were trained on
+    (`calibration.POSITIONS`). Ctrl-C leaves a checkpoint behind the step that runs. Raises
+    UsageError for a checkpoint of another recipe, HeadattrError where the loss is no longer finite.
     """
     state = _State(trainee, schedule_of(recipe, len(rows)), kept)
     start = state.load()
@@ -138,6 +144,8 @@ def train(
             if stopped:
                 raise KeyboardInterrupt
     trainee.eval()
+    if recipe.activation == "batchtopk":
+        trainee.calibrate(calibration_batches(rows, recipe), calibration_positions(rows))
     return state.seconds
 
 

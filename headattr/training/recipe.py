@@ -1,6 +1,7 @@
 """Recipes of dictionaries: TOML files that say all that decides what is trained."""
 
 import tomllib
+from collections.abc import Collection
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from types import UnionType
@@ -41,7 +42,8 @@ class Recipe:
     out: str = ""
     """The folder of the result, relative to where the command runs; --out overrides it."""
     activation: Trained = "batchtopk"
-    """batchtopk and jumprelu are saved with thresholds."""
+    """batchtopk and jumprelu are saved with thresholds; batchtopk with one, at which up to 65,536
+    of the training positions have k features active on average."""
     epochs: float = 1.0
     """How often each position is seen; may be a fraction."""
     batch_size: int = 1024
@@ -220,9 +222,7 @@ def recipe_of(raw: dict[str, Any], kind: str) -> Recipe:
     hints = get_type_hints(recipe)
     known = {field.name: field for field in fields(recipe)}
     if unknown := sorted(raw.keys() - known.keys()):
-        raise UsageError(
-            f"unknown key {', '.join(unknown)}; expected among {', '.join(sorted(known))}"
-        )
+        raise UsageError(f"unknown key {', '.join(unknown)}; {_meant(raw, kind, known)}")
     optional = {"out", *(f.name for f in fields(Recipe) if f.name not in _REQUIRED)}
     if missing := sorted(known.keys() - raw.keys() - optional):
         raise UsageError(f"{', '.join(missing)} is missing; a {kind} recipe needs it")
@@ -230,9 +230,17 @@ def recipe_of(raw: dict[str, Any], kind: str) -> Recipe:
     for name, value in raw.items():
         found = _typed(value, hints[name])
         if found is None:
-            raise UsageError(f"{name} is {value!r}; expected {_in_words(hints[name])}")
+            raise UsageError(f"{name} is {value!r}; expected {in_words(hints[name])}")
         values[name] = found
     return recipe(**values)
+
+
+def _meant(raw: dict[str, Any], kind: str, known: Collection[str]) -> str:
+    """The command for a recipe of another kind; else what was expected."""
+    for other, recipe in KINDS.items():
+        if other != kind and raw.keys() <= {field.name for field in fields(recipe)}:
+            return f"it looks like a {other} recipe, which `headattr train {other}` takes"
+    return f"expected among {', '.join(sorted(known))}"
 
 
 _REQUIRED = (
@@ -263,13 +271,14 @@ def _typed(value: Any, hint: Any) -> Any:
     return value if type(value) is hint else None
 
 
-def _in_words(hint: Any) -> str:
+def in_words(hint: Any) -> str:
+    """The type of a field, as a recipe may give it."""
     if get_origin(hint) is Literal:
         return " or ".join(map(repr, get_args(hint)))
     if get_origin(hint) is tuple:
-        return f"a list of {_in_words(get_args(hint)[0])}"
+        return f"a list of {in_words(get_args(hint)[0])}"
     if get_args(hint):
-        return " or ".join(_in_words(part) for part in get_args(hint))
+        return " or ".join(in_words(part) for part in get_args(hint))
     names = {str: "a string", int: "an integer", float: "a number", bool: "true or false"}
     return names[hint]
 

@@ -48,6 +48,7 @@ def write_set(folder: Path, recipe: Recipe) -> None:
         "model_kind": "transcoder_set",
         "feature_input_hook": "mlp.hook_in",
         "feature_output_hook": "hook_mlp_out",
+        "activation": "jumprelu",
         "scan": f"{Path(recipe.model).name}-transcoders",
         "prepend_bos": recipe.prepend_bos,
         "trained_on": trained_on(recipe),

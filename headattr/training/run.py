@@ -9,6 +9,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,10 @@ from torch import Tensor
 from headattr.errors import UsageError
 from headattr.model.load import LoadedModel, load_model
 from headattr.model.sites import Site
-from headattr.training.harvest import Activations, Wanted, bytes_of, harvest, width_of
+from headattr.training.calibration import calibration_positions
+from headattr.training.harvest import Activations, Rows, Wanted, bytes_of, harvest, width_of
 from headattr.training.jobs import Job, jobs_of
+from headattr.training.lock import alone
 from headattr.training.loop import Checkpoint, moments, train
 from headattr.training.recipe import KINDS, Recipe, read_recipe
 from headattr.training.results import (
@@ -35,6 +38,8 @@ from headattr.training.results import (
 from headattr.training.scores import coders_of, score
 from headattr.training.textset import Windows, counted_positions, make_windows, token_texts
 
+CHECKPOINTS = 2
+"""What checkpoints and finished jobs hold; counts up with each change."""
 GIGABYTE = 1e9
 Say = Callable[[str], None]
 
@@ -56,25 +61,12 @@ def train_dictionaries(
 
     `base`: the folder of the recipe's relative paths. `model`: one in memory, in place of the one
     that is named. A folder of the same recipe, model and texts is left as it is. Raises UsageError
-    for a folder of another, HeadattrError where the model or the texts cannot be used.
+    for a folder of another, HeadattrError where the model or the texts cannot be used, or where
+    another process is training into `out`.
     """
-    named = base / recipe.model if recipe.model.startswith(("./", "../")) else recipe.model
-    loaded = load_model(named if model is None else model)
-    jobs = jobs_of(recipe, loaded)
-    windows = make_windows(recipe, loaded, base)
-    identity = _identity(recipe, loaded, windows)
-    if (found := _finished(out, identity, recipe)) is not None:
-        say(f"{out} is complete: nothing to do")
-        return {**found, "out": str(out)}
-    say(
-        f"{out}: {windows.train.numel():,} tokens to train on, {windows.held_out.numel():,} held "
-        "out; where this is stopped, the same command goes on"
-    )
-    work = _Work(recipe, loaded, windows, out.with_name(f"{out.name}.part"), identity, say)
-    for some in work.at_once(jobs):
-        work.run(some)
-    card = work.finish(jobs, out)
-    return {**card, "out": str(out)}
+    folder = out.with_name(f"{out.name}.part")
+    with nullcontext() if out.exists() else alone(folder, out):
+        return {**_trained(recipe, out, folder, base, model, say), "out": str(out)}
 
 
 def render_training(card: dict[str, Any]) -> str:
@@ -91,6 +83,27 @@ def render_training(card: dict[str, Any]) -> str:
         f"  {seconds['harvest']:.0f} s of harvest, {seconds['training']:.0f} s of training"
     )
     return "\n".join(lines)
+
+
+def _trained(
+    recipe: Recipe, out: Path, folder: Path, base: Path, model: Any, say: Say
+) -> dict[str, Any]:
+    named = base / recipe.model if recipe.model.startswith(("./", "../")) else recipe.model
+    loaded = load_model(named if model is None else model)
+    jobs = jobs_of(recipe, loaded)
+    windows = make_windows(recipe, loaded, base)
+    identity = _identity(recipe, loaded, windows)
+    if (found := _finished(out, identity, recipe)) is not None:
+        say(f"{out} is complete: nothing to do")
+        return found
+    say(
+        f"{out}: {windows.train.numel():,} tokens to train on, {windows.held_out.numel():,} held "
+        "out; where this is stopped, the same command goes on"
+    )
+    work = _Work(recipe, loaded, windows, folder, identity, say)
+    for some in work.at_once(jobs):
+        work.run(some)
+    return work.finish(jobs, out)
 
 
 @dataclass(frozen=True)
@@ -127,13 +140,13 @@ class _Work:
 
     def run(self, jobs: Sequence[Job]) -> None:
         """Harvest for some jobs and train each that is not finished."""
-        if all(self._done(job).is_file() for job in jobs):
+        if all(self._is_done(job) for job in jobs):
             return
         sites = tuple(dict.fromkeys(site for job in jobs for site in job.sites))
         data = self._harvest(self.windows.train, sites, None)
         held_out = self._harvest(self.windows.held_out, sites, data.limits)
         for job in jobs:
-            if not self._done(job).is_file():
+            if not self._is_done(job):
                 self._train(job, data, held_out)
         for files in self.folder.glob("activations-*"):
             shutil.rmtree(files)
@@ -150,7 +163,8 @@ class _Work:
         rows = data.rows_for(job.sites)
         trainee = job.make(moments(rows))
         path = self.folder / f"checkpoint-{job.name}.safetensors"
-        kept = Checkpoint(path, f"{self.identity} {job.name}", self.recipe.checkpoint_every)
+        identity = self._identity(job)
+        kept = Checkpoint(path, identity, self.recipe.checkpoint_every)
         seconds = train(trainee, rows, self.recipe, kept, job.name, self.say)
         self.result.mkdir(parents=True, exist_ok=True)
         job.write(trainee, self.result)
@@ -161,14 +175,20 @@ class _Work:
             write_feature_labels(self._labels(job), coders, rows, ids, texts, job.first)
         scores = score(coders, held_out.rows_for(job.sites))
         found = {
+            "identity": identity,
             "scores": scores._asdict(),
             "trained_positions": len(rows),
+            "threshold_positions": self._calibrated(rows),
             "seconds": {"harvest": data.seconds + held_out.seconds, "training": seconds},
         }
         partial = self._done(job).with_suffix(".part")
         partial.write_text(json.dumps(found), encoding="utf-8")
         partial.replace(self._done(job))
         path.unlink(missing_ok=True)
+
+    def _calibrated(self, rows: Rows) -> int | None:
+        """How many positions decided the threshold; None where it was learnt, or there is none."""
+        return calibration_positions(rows) if self.recipe.activation == "batchtopk" else None
 
     def finish(self, jobs: Sequence[Job], out: Path) -> dict[str, Any]:
         """Complete the result and give it its name."""
@@ -194,6 +214,7 @@ class _Work:
             "tokens": self.windows.train.numel(),
             "held_out_tokens": self.windows.held_out.numel(),
             "trained_positions": {name: f["trained_positions"] for name, f in found.items()},
+            "threshold_positions": {name: f["threshold_positions"] for name, f in found.items()},
             "features": sum(job.features for job in jobs),
             "dictionaries": {name: f["scores"] for name, f in found.items()},
             "seconds": {
@@ -202,6 +223,21 @@ class _Work:
             },
             "versions": _versions(),
         }
+
+    def _identity(self, job: Job) -> str:
+        return f"{self.identity} {job.name} {CHECKPOINTS}"
+
+    def _is_done(self, job: Job) -> bool:
+        """Raises UsageError for what is finished of another recipe, model or texts."""
+        path = self._done(job)
+        if not path.is_file():
+            return False
+        if json.loads(path.read_text(encoding="utf-8")).get("identity") != self._identity(job):
+            raise UsageError(
+                f"{path} is of another recipe, model or texts; remove {self.folder}, or choose "
+                "another --out"
+            )
+        return True
 
     def _done(self, job: Job) -> Path:
         return self.folder / f"{job.name}.json"

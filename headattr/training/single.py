@@ -1,6 +1,6 @@
 """SAEs in training: sae_lens' own classes, at the scale that training likes."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +9,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from headattr.training.blocks import PRE_ACT, Moments, Passed, Sparsity, kth_of_batch
+from headattr.training.calibration import Largest
 
 _BANDWIDTH = 0.05
 
@@ -40,6 +41,14 @@ class SingleCoder(nn.Module):
         if self.sparsity.kind == "jumprelu":
             pre = self.sae.encode_with_hidden_pre(batch[0] * self.scale)[1]
             self.sae.threshold.fill_(kth_of_batch(pre, self.sparsity.k))
+
+    @torch.no_grad()
+    def calibrate(self, batches: Iterable[Sequence[Float[Tensor, "b d"]]], positions: int) -> None:
+        """The threshold of batchtopk becomes the one at which these have k features a position."""
+        largest = Largest(self.sparsity.k * positions)
+        for batch in batches:
+            largest.add(self.sae.encode_with_hidden_pre(batch[0] * self.scale)[1])
+        self.sae.topk_threshold.fill_(largest.threshold())
 
     def forward(
         self,
@@ -77,10 +86,6 @@ class SingleCoder(nn.Module):
         from sae_lens import SAE
 
         self.sae.eval()
-        if self.sparsity.kind == "batchtopk" and float(self.steps):
-            # a moving average that began at 0: what its start still takes away is given back
-            rate = self.sae.cfg.topk_threshold_lr
-            self.sae.topk_threshold /= 1 - (1 - rate) ** float(self.steps)
         self.sae.fold_activation_norm_scaling_factor(self.scale)
         self.sae.save_inference_model(folder)
         sae = SAE.load_from_disk(folder)

@@ -3,13 +3,24 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from headattr.edges import layer_ranges
+
 _COLUMNS = ("L0", "dead", "dense", "EV", "recovered", "scores", "centred", "outputs")
+FEW = 200
+"""Positions below which explained variance says little."""
+_NAMES = 3  # columns of words before those
 _LEGEND = (
     "L0: active features a position; dead, dense: share of the features that are active nowhere",
     "here, at over 10 % of the positions; EV: explained variance; recovered: share of the loss,",
     "spliced in against the mean (none where the mean costs nothing); scores, centred, outputs:",
     "share of attention scores (with and without row means) and of head outputs that is features",
     "alone, neither bias nor error; positions that swallow attention are left out of all",
+    "Several in a row: L0 is the sum over the layers of a set, EV the mean over sites; recovered",
+    "is with all layers of transcoders spliced in together, of a crosscoder the mean over single",
+    "sites; scores, centred and outputs are means over the layers named. Rows of other sites or",
+    "layers are not comparable: --layers N makes L0, EV and recovered of a crosscoder those of its",
+    "sites there (of the features that write them); transcoders, dead and dense stay whole.",
+    "At early layers most of the scores are bias: there EV may be high and their share low.",
 )
 
 
@@ -21,8 +32,11 @@ def render_report(report: Mapping[str, Any]) -> list[str]:
         f"first {report['positions']} positions: L0 {report['l0']:.1f}"
         + (f", explained variance {shown}" if shown else "")
     ]
+    n = report["positions"]
+    unless = f"unless it is undertrained, or the texts are {'few or ' if n < FEW else ''}unusual"
     return lines + [
-        f"explained variance at {site} is below 0: its scaling, or its site, is probably wrong"
+        f"explained variance at {site} is below 0 on {n} positions: its scaling, or its site, is "
+        f"probably wrong, {unless}"
         for site, ev in found.items()
         if ev is not None and ev < 0
     ]
@@ -33,6 +47,7 @@ def render_inspection(answer: Sequence[Mapping[str, Any]]) -> str:
     lines: list[str] = []
     for release in answer:
         lines.append(f"{release['name']}: {release['kind']}, {release['features']:,} features")
+        lines += [f"  not whole: {release['gap']}"] if release["gap"] else []
         lines += [f"  {release['path']}"] if release["path"] else []
         for one in release["dictionaries"]:
             lines += _dictionary(one)
@@ -64,13 +79,15 @@ def render_evaluation(answer: Mapping[str, Any]) -> str:
     """The answer of `evaluate`: one table to choose by, then what it is made of by site and
     layer."""
     found = answer["dictionaries"]
-    width = max(len(one["name"]) for one in found)
     left = f", {answer['left']} left for --max-tokens" if answer["left"] else ""
+    # trained with BOS and without: each with prompts of its own
+    tokens = [answer["tokens"]] if answer["tokens"] else [one["tokens"] for one in found]
+    shown = " or ".join(f"{count:,}" for count in dict.fromkeys(tokens))
     lines = [
-        f"{answer['prompts']} prompts of {answer['tokens']:,} tokens{left}",
+        f"{answer['prompts']} prompts of {shown} tokens{left}",
+        *(_bos(one) for one in found if answer["bos"] is None),
         *(f"  set aside: line {a['line']}: {a['reason']}" for a in answer["set_aside"]),
-        f"{'dictionary':{width}} " + "".join(f"{name:>11}" for name in _COLUMNS),
-        *(f"{one['name']:{width}} {_cells(_row(one))}" for one in found),
+        *_table(found),
         *_LEGEND,
     ]
     for one in found:
@@ -78,26 +95,48 @@ def render_evaluation(answer: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def _bos(one: Mapping[str, Any]) -> str:
+    how = "with" if one["bos"]["prepend"] else "without"
+    return f"  {one['name']} is judged {how} BOS ({one['bos']['why']})"
+
+
+def _table(found: Sequence[Mapping[str, Any]]) -> Iterable[str]:
+    """A row a dictionary, with what it is of."""
+    rows = [["dictionary", "sites", "layers", *_COLUMNS]]
+    for one in found:
+        layers = layer_ranges(one["row"]["layers"]) or "-"
+        rows.append([one["name"], _sites(one["row"]["sites"]), layers, *_row(one)])
+    widths = [max(len(row[at]) for row in rows) for at in range(len(rows[0]))]
+    for row in rows:
+        cells = zip(row[_NAMES:], widths[_NAMES:], strict=True)
+        named = zip(row[:_NAMES], widths[:_NAMES], strict=True)
+        words = [f"{cell:{width}}" for cell, width in named]
+        yield "  ".join([*words, *(f"{cell:>{max(6, width)}}" for cell, width in cells)])
+
+
+def _sites(names: Sequence[str]) -> str:
+    """`resid_pre 1-3`."""
+    layers: dict[str, list[int]] = {}
+    for name in names:
+        kind, _, layer = name.partition(" ")
+        layers.setdefault(kind, []).append(int(layer))
+    return ", ".join(f"{kind} {layer_ranges(some)}" for kind, some in layers.items())
+
+
 def _row(one: Mapping[str, Any]) -> list[str]:
-    """Of one dictionary: means over its sites and layers."""
-    loss = one["loss"]
-    together = [loss["together"]] if "together" in loss else list(loss.values())
-    shares = [
-        number(_mean(layer[key] for layer in one["layers"]))
-        for key in ("feature_share_counted", "feature_share_counted_centred", "output_share")
-    ]
+    """The numbers of one dictionary."""
+    row = one["row"]
+    shown = ("recovered", "feature_share", "feature_share_centred", "output_share")
     return [
-        f"{one['l0']:.1f}",
-        number(one["dead"]),
-        number(one["dense"]),
-        number(_mean(one["explained_variance"].values())),
-        number(_mean(part["recovered"] for part in together)),
-        *shares,
+        f"{row['l0']:.1f}",
+        *(number(one[key]) for key in ("dead", "dense")),
+        number(row["explained_variance"]),
+        *(number(row[key]) for key in shown),
     ]
 
 
 def _details(one: Mapping[str, Any]) -> Iterable[str]:
-    """What the row of a dictionary is the mean of."""
+    """What the row of a dictionary is made of."""
     yield (
         f"{one['name']}: {one['kind']}, {one['features']:,} features ({one['activation']}); "
         f"{one['left_out']} positions that swallow attention are not counted, "
@@ -131,15 +170,6 @@ def _details(one: Mapping[str, Any]) -> Iterable[str]:
         yield "  no layer that was asked for has it as a basis: attention is not judged"
     for prompt, reason in one["failed"].items():
         yield f"  set aside: prompt {prompt}: {reason}"
-
-
-def _cells(cells: Iterable[str]) -> str:
-    return "".join(f"{cell:>11}" for cell in cells)
-
-
-def _mean(numbers: Iterable[float | None]) -> float | None:
-    kept = [one for one in numbers if one is not None]
-    return sum(kept) / len(kept) if kept else None
 
 
 def number(value: float | None) -> str:

@@ -3,14 +3,15 @@ party adds one with an entry point in the group `headattr.formats` that names a 
 
 import importlib
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import NamedTuple
 
 from headattr.basis.dictionary import Release
-from headattr.errors import DictionaryError
+from headattr.edges import layer_ranges
+from headattr.errors import DictionaryError, UsageError
 
 
 class Format(NamedTuple):
@@ -39,6 +40,11 @@ def formats() -> tuple[Format, ...]:
     ]
     found += [entry.load() for entry in entry_points(group="headattr.formats")]
     return tuple(sorted(found, key=lambda known: known.name))
+
+
+def format_of(path: Path) -> str | None:
+    """The name of the format that a folder or file looks like; None for none."""
+    return next((known.name for known in formats() if known.matches(path)), None)
 
 
 def open_release(path: Path) -> Release:
@@ -81,6 +87,22 @@ def open_releases(path: Path) -> list[Release]:
     stack = [release for release in found if release.kind == "transcoders"]
     others = [release for release in found if release.kind != "transcoders"]
     return others + ([_together(path, stack)] if stack else [])
+
+
+def check_apart(
+    path: Path, releases: Sequence[Release], layers: Sequence[Sequence[int]], role: str
+) -> None:
+    """Refuse, with UsageError, a folder of several dictionaries of one layer; `layers`: those that
+    each is a basis (or an output) of."""
+    every = [layer for some in layers for layer in some]
+    if len(set(every)) == len(every):
+        return
+    pairs = zip(releases, layers, strict=True)
+    listed = ", ".join(f"{one.name} (layers {layer_ranges(some)})" for one, some in pairs)
+    raise UsageError(
+        f"--{role} {path}: it is no dictionary, but holds these: {listed}; give one, as "
+        f"{releases[0].path}"
+    )
 
 
 def _folders_in(path: Path, depth: int) -> list[Path]:
