@@ -9,9 +9,9 @@ from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
 from headattr.edges import Edge, HeadId, parse_head
-from headattr.store.lookup import sums_of_heads
 from headattr.store.reader import Store
 from headattr.store.rows import EdgeRow, OvRow
+from headattr.store.whole_heads import sums_of_heads
 
 _REMEMBERED = 1 << 16
 """Features of a source whose label and density are remembered."""

@@ -15,17 +15,11 @@ from headattr.errors import StoreError, UsageError
 from headattr.query import SourceNames, feature_shape, head_shares, names_of
 from headattr.store.columns import RoleName
 from headattr.store.filters import EdgeFilter
-from headattr.store.lookup import (
-    Hits,
-    Page,
-    feature_page,
-    layers_of,
-    pair_page,
-    sums_of_heads,
-    tally_of_head,
-)
+from headattr.store.hits import Hits, Page
+from headattr.store.lookup import feature_page, layers_of, pair_page
 from headattr.store.reader import Store
 from headattr.store.tallies import Table
+from headattr.store.whole_heads import sums_of_heads, tally_of_head
 
 Role = Literal["query", "key", "value", "output"]
 ROLES: tuple[Role, ...] = ("query", "key", "value", "output")

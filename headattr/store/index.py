@@ -15,6 +15,7 @@ from headattr.store.columns import Role, RoleName
 from headattr.store.format import SCALAR_CHUNK
 from headattr.store.growing import Filter, Growing
 from headattr.store.view import LayerView
+from headattr.tables import TOP_MARGINALS
 
 BEST = 8
 """Rows of a feature that are kept with their strength."""
@@ -44,7 +45,9 @@ def write_index(view: LayerView, filters: Filter) -> None:
 
 def write_role(view: LayerView, role: Role, group: h5py.Group, filters: Filter) -> None:
     """The index of one role, into an empty group."""
-    counts = _counts(view, role)
+    few = len(view) * TOP_MARGINALS <= _AT_ONCE
+    whole = collect(view, role) if few else None
+    counts = _counts(view, role) if whole is None else np.bincount(whole.features)
     present = np.flatnonzero(counts)
     dtype = np.uint32 if len(view) < 1 << 32 else np.uint64
     columns: dict[str, Growing] = {}
@@ -59,7 +62,7 @@ def write_role(view: LayerView, role: Role, group: h5py.Group, filters: Filter) 
         add(name, np.cumsum(np.concatenate([[0], found]), dtype=np.int64))
     for first, last in _ranges(counts[present]):
         low, high = int(present[first]), int(present[last - 1])
-        found = _sorted(collect(view, role, low, high))
+        found = _sorted(collect(view, role, low, high) if whole is None else whole)
         new = np.diff(found.features, prepend=-1) != 0
         add("step", np.where(new, found.rows, np.diff(found.rows, prepend=0)).astype(dtype))
         top = _best(found)
@@ -102,11 +105,16 @@ def _ranges(counts: NDArray[np.int64]) -> Iterator[tuple[int, int]]:
         first = last
 
 
-def collect(view: LayerView, role: Role, low: int, high: int) -> Postings:
-    """The postings of features low to high, read from the edges themselves."""
-    parts = []
+def collect(
+    view: LayerView, role: Role, low: int | None = None, high: int | None = None
+) -> Postings:
+    """The postings of all features, or of features low to high, read from the edges themselves."""
+    none = np.empty(0, np.int64)
+    parts = [Postings(none, none, np.empty(0, np.float32))]
     for found in _blocks(view, role):
-        parts.append(found.at((found.features >= low) & (found.features <= high)))
+        if low is not None and high is not None:
+            found = found.at((found.features >= low) & (found.features <= high))
+        parts.append(found)
     return Postings(
         np.concatenate([part.features for part in parts]),
         np.concatenate([part.rows for part in parts]),

@@ -14,38 +14,11 @@ from numpy.typing import NDArray
 from headattr.edges import HeadId
 from headattr.store.columns import RoleName
 from headattr.store.filters import EdgeFilter
+from headattr.store.hits import Hits, Page, edge_facts, no_hits
 from headattr.store.index import BLOCK, Postings, RoleIndex, role_index
 from headattr.store.reader import Store
 from headattr.store.shard import Shard
-from headattr.store.tallies import EMPTY, SUMS, Table, Tally, add, head_sums, read_tally
 from headattr.store.view import LayerView
-
-_FEW = 64
-"""Texts that are read one by one."""
-
-
-class Hits(NamedTuple):
-    """A page of edges, strongest first; columns of equal length."""
-
-    prompt: NDArray[np.int64]
-    layer: NDArray[np.int64]
-    head: NDArray[np.int64]
-    q_pos: NDArray[np.int64]
-    k_pos: NDArray[np.int64]
-    strength: NDArray[np.float32]
-    score: NDArray[np.float32]
-    pattern: NDArray[np.float32]
-    q_token: NDArray[Any]
-    k_token: NDArray[Any]
-
-
-class Page(NamedTuple):
-    """Some of the edges that a question found."""
-
-    hits: Hits
-    total: int | None
-    """How many there are, None where only some were counted (a filter, and a page that was known
-    before all were read)."""
 
 
 @dataclass
@@ -145,7 +118,7 @@ def _merged_page(
             columns[name].append(facts[name])
         columns["layer"].append(np.full(len(facts["score"]), layer))
     if not total:
-        return Page(_no_hits(), 0)
+        return Page(no_hits(), 0)
     whole = {name: np.concatenate(parts) for name, parts in columns.items()}
     order = np.argsort(-np.abs(whole["strength"]), kind="stable")[start : start + count]
     for name in ("q_token", "k_token"):
@@ -154,33 +127,6 @@ def _merged_page(
         Hits(**{n: rows if n.endswith("token") else rows[order] for n, rows in whole.items()}),
         total,
     )
-
-
-def sums_of_heads(store: Store, layer: int) -> NDArray[np.float64]:
-    """[head, 8] `tallies.head_sums` of a layer over all shards."""
-    if store.merged is not None and (found := store.merged.sums(layer)) is not None:
-        return found
-    sums = np.zeros((len(store.heads_in(layer)), SUMS))
-    for shard in store.shards:
-        with store.tolerating(shard):
-            if shard.has(layer):
-                sums += head_sums(shard.layer(layer))
-    return sums
-
-
-def tally_of_head(
-    store: Store, head: HeadId, table: Table
-) -> tuple[Tally, NDArray[np.int64], NDArray[np.float64]]:
-    """The tally of a head over all shards, and how much more each pair may have."""
-    place = store.heads_in(head.layer).index(head.head)
-    if store.merged is not None and (found := store.merged.tally(head.layer, place, table)):
-        return found
-    tallies: list[Tally] = []
-    for shard in store.shards:
-        with store.tolerating(shard):
-            if shard.has(head.layer):
-                tallies.append(read_tally(shard.layer(head.layer), place, table))
-    return add(tallies or [EMPTY])
 
 
 def _of_feature(shard: Shard, layer: int, feature: int, name: RoleName) -> _Found:
@@ -333,40 +279,5 @@ def _hits(found: list[_Found], which: NDArray[np.int64], rows: NDArray[np.int64]
                 columns[name] = np.empty(len(rows), column.dtype)
             columns[name][places] = column
     if not columns:
-        return _no_hits()
+        return no_hits()
     return Hits(**columns)
-
-
-def _no_hits() -> Hits:
-    floats = ("strength", "score", "pattern")
-    columns: dict[str, Any] = {
-        name: np.empty(0, np.float32 if name in floats else np.int64) for name in Hits._fields
-    }
-    return Hits(**columns)
-
-
-def _texts(shard: Shard, positions: NDArray[np.int64]) -> NDArray[Any]:
-    """What positions show; many are read at once."""
-    found, back = np.unique(positions, return_inverse=True)
-    if len(found) < _FEW:
-        shown = [shard.token_text[at] for at in found.tolist()]
-    else:
-        shown = shard.token_text[:][found].tolist()
-    return np.array([text.decode() for text in shown], object)[back]
-
-
-def edge_facts(shard: Shard, view: LayerView, rows: NDArray[np.int64]) -> dict[str, Any]:
-    """Which edges some ascending rows are, with score, pattern and tokens."""
-    where = view.where(rows)
-    ends = {"q_token": where.begin + where.q_pos, "k_token": where.begin + where.k_pos}
-    tokens = {name: _texts(shard, positions) for name, positions in ends.items()}
-    return {
-        "prompt": np.array(shard.ids, np.int64)[where.prompt],
-        "layer": np.full(len(rows), view.layer),
-        "head": np.array(view.heads, np.int64)[where.head],
-        "q_pos": where.q_pos,
-        "k_pos": where.k_pos,
-        "score": view.take("score", rows),
-        "pattern": view.take("pattern", rows),
-        **tokens,
-    }

@@ -17,8 +17,8 @@ from headattr.errors import StoreError
 from headattr.store.columns import RoleName
 from headattr.store.format import SCALAR_CHUNK, published
 from headattr.store.growing import Filter, Growing
+from headattr.store.hits import edge_facts
 from headattr.store.index import Postings, RoleIndex, collect, role_index
-from headattr.store.lookup import edge_facts
 from headattr.store.merged import FORMAT, KEEP, NAME, covered
 from headattr.store.reader import Store
 from headattr.store.shard import Shard

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from headattr.store.format import SCALAR_CHUNK
 from headattr.store.growing import Filter, Growing
 from headattr.store.index import BLOCK
-from headattr.store.view import LayerView
+from headattr.store.view import LayerView, Where
 
 KEPT = 256
 """Pairs of a head that are kept by either order."""
@@ -70,16 +70,14 @@ def head_sums(view: LayerView) -> NDArray[np.float64]:
 
 def write_tallies(view: LayerView, filters: Filter) -> None:
     """The tallies of a layer whose columns are written."""
-    sizes = [0.0] * len(view.heads)
-    for start in range(0, len(view), BLOCK):
-        rows = slice(start, min(start + BLOCK, len(view)))
+    sizes = np.zeros(len(view.heads))
+    for rows in _blocks(view):
         score = np.abs(view.take("score", rows).astype(np.float64))
-        for head, size in enumerate(np.bincount(view.where(rows).head, score, len(sizes))):
-            sizes[head] += float(size)
-    view.group.require_group("tally")["score_size"] = np.array(sizes)
+        sizes += np.bincount(view.where(rows).head, score, len(sizes))
+    view.group.require_group("tally")["score_size"] = sizes
     for table in ("qk", "ov") if view.output is not None else ("qk",):
         group = view.group.require_group(f"tally/{table}")
-        found = [cut(_of_head(view, head, table), KEPT) for head in range(len(view.heads))]
+        found = _of_heads(view, table)
         ptr = np.cumsum([0, *(len(one.left) for one in found)], dtype=np.int64)
         types = {"left": np.uint32, "right": np.uint32, "edges": np.uint32}
         for name in ("left", "right", "edges", "total", "size"):
@@ -127,53 +125,72 @@ def add(tallies: list[Tally]) -> tuple[Tally, NDArray[np.int64], NDArray[np.floa
     )
 
 
-def _of_head(view: LayerView, head: int, table: Table) -> Tally:
-    found, let_go = EMPTY, False
-    for rows in _rows_of(view, head):
-        found = _joined([found, tally_of(view, rows, table)])[0]
-        if len(found.left) > _AT_WORK:
-            found, let_go = cut(found, _AT_WORK // 4), True
-    found = cut(found, KEPT)
-    return _counted_again(view, head, table, found) if let_go else found
+def _of_heads(view: LayerView, table: Table) -> list[Tally]:
+    """The tally of every head, in one pass over the edges."""
+    found, let_go = [EMPTY] * len(view.heads), set[int]()
+    for rows in _blocks(view):
+        for head, part in _by_head(view, rows, table):
+            found[head] = _joined([found[head], part])[0]
+            if len(found[head].left) > _AT_WORK // len(found):
+                found[head] = cut(found[head], _AT_WORK // len(found) // 4)
+                let_go.add(head)
+    found = [cut(one, KEPT) for one in found]
+    return _counted_again(view, table, found, let_go) if let_go else found
 
 
-def _counted_again(view: LayerView, head: int, table: Table, found: Tally) -> Tally:
-    """The same pairs over all rows: some were let go of on the way, and came again."""
-    code = found.left << 32 | found.right
-    sums = [np.zeros(len(code), column.dtype) for column in found[2:5]]
-    for rows in _rows_of(view, head):
-        here = tally_of(view, rows, table)
-        _, at, places = np.intersect1d(
-            code, here.left << 32 | here.right, assume_unique=True, return_indices=True
-        )
-        for column, part in zip(sums, here[2:5], strict=True):
-            column[at] += part[places]
-    return tally([found.left, found.right, *sums], found.missed_count, found.missed_size)
+def _counted_again(
+    view: LayerView, table: Table, found: list[Tally], let_go: set[int]
+) -> list[Tally]:
+    """The same pairs over all edges, for heads some of whose pairs were let go of on the way, and
+    may have come again."""
+    codes = [one.left << 32 | one.right for one in found]
+    sums = [[np.zeros_like(column) for column in one[2:5]] for one in found]
+    for rows in _blocks(view):
+        for head, part in _by_head(view, rows, table):
+            _, at, places = np.intersect1d(
+                codes[head], part.left << 32 | part.right, assume_unique=True, return_indices=True
+            )
+            for column, more in zip(sums[head], part[2:5], strict=True):
+                column[at] += more[places]
+    return [
+        tally([one.left, one.right, *sums[head]], one.missed_count, one.missed_size)
+        if head in let_go
+        else one
+        for head, one in enumerate(found)
+    ]
 
 
-def _rows_of(view: LayerView, head: int) -> Iterator[NDArray[np.int64]]:
-    """The rows of one head, some prompts or part of one at a time."""
-    starts = view.group_ptr[head :: len(view.heads)][: len(view.prompt_ptr) - 1]
-    stops = view.group_ptr[head + 1 :: len(view.heads)][: len(starts)]
-    held: list[NDArray[np.int64]] = []
-    for start, stop in zip(starts.tolist(), stops.tolist(), strict=True):
-        for first in range(start, stop, BLOCK):
-            held.append(np.arange(first, min(first + BLOCK, stop)))
-            if sum(map(len, held)) >= BLOCK:
-                yield np.concatenate(held)
-                held = []
-    if held:
-        yield np.concatenate(held)
+def _blocks(view: LayerView) -> Iterator[slice]:
+    return (slice(i, min(i + BLOCK, len(view))) for i in range(0, len(view), BLOCK))
+
+
+def _by_head(view: LayerView, rows: slice, table: Table) -> Iterator[tuple[int, Tally]]:
+    """The tallies of some edges, of each head that has any."""
+    where = view.where(rows)
+    left, right, values = _pairs_of(view, rows, where, table)
+    for head in np.unique(where.head).tolist():
+        own = where.head == head
+        yield head, _whole(left[own], right[own], values[own])
 
 
 def tally_of(view: LayerView, rows: NDArray[np.int64], table: Table) -> Tally:
     """The tally of some ascending rows, complete."""
+    return _whole(*_pairs_of(view, rows, view.where(rows), table))
+
+
+def _pairs_of(
+    view: LayerView, rows: slice | NDArray[np.int64], where: Where, table: Table
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float32]]:
+    """Both features and the value of every kept pair, [row, pair]; -1 for none."""
     columns = view.edge_columns if table == "qk" else view.ov_columns
     names = ("q_slots", "k_slots") if table == "qk" else ("v_slots", "o_slots")
-    where = view.where(rows)
     left, right = (view.ids(columns[name], rows, where) for name in names)
+    return left, right, view.read(columns["values"], rows)
+
+
+def _whole(left: NDArray[np.int64], right: NDArray[np.int64], values: NDArray[Any]) -> Tally:
     some = left >= 0
-    values = view.read(columns["values"], rows)[some].astype(np.float64)
+    values = values[some].astype(np.float64)
     ones = np.ones(len(values), np.int64)
     return _summed([left[some], right[some], ones, values, np.abs(values)], 0, 0.0)
 
