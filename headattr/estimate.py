@@ -168,7 +168,7 @@ def _edge_bytes(
             source = plan.output if column.kind == "o" and plan.output is not None else plan.basis
             size = slot_type(order[source].l0).itemsize if column.kind in ("q", "k", "o") else 4
             used = 1.0 if name in numbers or scalar else filled[part]
-            disk += count * _stored(column, size) * used
+            disk += count * _stored(column, size, config.compact) * used
             memory += count * (8 if column.kind in ("q", "k", "o") else 4)
         return disk, memory
 
@@ -180,13 +180,14 @@ def _edge_bytes(
     return disk + 4 + _INDEXED * (4 if plan.output is not None else 2), memory
 
 
-def _stored(column: Column, size: int) -> float:
+def _stored(column: Column, size: int, compact: bool) -> float:
     """Bytes of one number of a column on disk; `size`: of a slot."""
     if column.kind in ("q", "k", "o"):
         return size * _SLOT
     if column.kind == "falling":
         return _FALLING
-    return _FLOAT if column.bits is None else _ROUNDED[column.bits]
+    bits = column.compact if compact and column.compact else column.bits
+    return _FLOAT if bits is None else _ROUNDED[bits]
 
 
 def _memory(

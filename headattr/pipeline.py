@@ -78,6 +78,7 @@ def execute(run: Run) -> Store:
                     longest=max((len(prompt.tokens) for prompt in prompts), default=0),
                     rank=run.config.rank,
                     filters="gzip" if run.config.portable else "zstd",
+                    compact=run.config.compact,
                 ) as shard:
                     attribute_prompts(layers, prompts, shard, advance)
             else:

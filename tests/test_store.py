@@ -431,27 +431,51 @@ def test_a_layer_says_its_window_and_its_cap_and_keeps_capped_scores_only_where_
 
 
 EXACT = ("/score", "/score_capped", "/score_contrast", "/totals", "/pattern", "_marginals")
-ROUNDED = {
+IN_FULL = {
     16: ("_contrast_totals", "/o_reads"),
-    7: ("_contrasts", "_ablations", "/v_norms", "completeness"),
-    6: ("/contrast", "/o_totals"),
+    7: ("_contrasts", "_ablations", "/v_norms"),
+    6: ("/o_totals",),
 }
+"""What is rounded in a compact store only, to so many bits."""
 
 
-def test_scores_totals_and_marginals_are_not_rounded_and_the_rest_as_stated(
+def test_pairs_and_measured_errors_are_rounded_and_nothing_else(
     finished: Path, capped: Path
 ) -> None:
     found = (*content(finished).items(), *content(capped).items())
-    assert all(any(name.endswith(end) for name, _ in found) for end in EXACT)
+    exact = (*EXACT, *(end for ends in IN_FULL.values() for end in ends))
+    assert all(any(name.endswith(end) for name, _ in found) for end in exact)
     for name, column in found:
-        for bits, ends in ROUNDED.items():
-            if name.endswith(ends) and not name.endswith("block_completeness"):
-                assert np.array_equal(round_values(column, bits), column), name
-        if name.endswith(EXACT):
+        if name.endswith("/contrast"):
+            assert np.array_equal(round_values(column), column), name
+        elif name.endswith("completeness") and not name.endswith("block_completeness"):
+            assert np.array_equal(round_values(column, 7), column), name
+        elif name.endswith(exact):
             assert column.dtype == np.float32
             assert not np.array_equal(round_values(column), column), name
         if getattr(column, "dtype", np.dtype("O")).kind == "f":
             assert np.isfinite(column).all(), name
+
+
+def test_a_compact_store_is_the_same_but_for_its_stated_roundings(
+    finished: Path, model: Any, tmp_path: Path
+) -> None:
+    options = {"edges": "all", "prompts_per_shard": 3, "batch_size": 1}
+    basis, out = {0: "tokens", 1: tiny.sae(layer=1)}, tmp_path / "results"
+    for name, compact in (("exact", False), ("compact", True)):
+        headattr.attribute(model, basis, TEXTS[:3], out / name, compact=compact, **options).close()
+    exact, rounded = content(out / "exact"), content(out / "compact")
+    bits = {end: number for number, ends in IN_FULL.items() for end in ends} | {"/contrast": 6}
+    for name, column in rounded.items():
+        ends = [end for end in bits if name.endswith(end)]
+        if ends:
+            assert np.array_equal(round_values(column, bits[ends[0]]), column), name
+            near = 2.0 ** -(bits[ends[0]] + 1) + 2.0**-11 * (ends[0] == "/contrast")
+            assert (np.abs(column - exact[name]) <= near * 1.01 * np.abs(exact[name])).all(), name
+        elif isinstance(column, np.ndarray) and "index/" not in name and "hash" not in name:
+            assert np.array_equal(column, exact[name]), name
+    with open_store(out / "compact") as store:
+        assert check_store(store)["problems"] == []
 
 
 # Resume -------------------------------------------------------------------------------------------
@@ -1367,20 +1391,10 @@ def _assert_close(found: Any, wanted: Any, where: str = "") -> None:
         assert found == wanted, where
 
 
-ROUNDINGS = {
-    2.0**-11: r"\.pairs\[\d+\]\.value",
-    2.0**-17: r"\.contrast_totals\.\w+\.\w+|\.elsewhere|\.read",
-    2.0**-7: r"\.pairs\[\d+\]\.contrast|\.totals\.\w+",
-    2.0**-8: r"\.contrast|\.ablation|\.norm|\.completeness",
-}
-"""How a number of an answer is rounded in a store, by where it ends."""
-
-
 def _assert_near(found: float, wanted: float, where: str) -> None:
-    """As near as the rounding of its column: see FORMAT.md. Totals of scores are not rounded."""
-    ends = (bound for bound, end in ROUNDINGS.items() if re.search(f"({end})$", where))
-    rounding = 2e-6 if where.startswith(".qk.totals") else next(ends, 2e-6)
-    assert found == pytest.approx(wanted, rel=1.01 * rounding, abs=1e-6), where
+    """As near as the rounding of its column: see FORMAT.md."""
+    pair = ".pairs[" in where and where.endswith(("].value", "].contrast"))
+    assert found == pytest.approx(wanted, rel=2.0**-11 if pair else 2e-6, abs=1e-6), where
 
 
 @pytest.mark.parametrize(("options", "head"), KINDS.values(), ids=KINDS)

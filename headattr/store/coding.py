@@ -11,13 +11,14 @@ from numpy.typing import NDArray
 from headattr.errors import StoreError
 
 PAIR_BITS = 10
-"""Mantissa bits of pair values that are not kept as falling codes: relative error 2**-11."""
-SUM_BITS = 16
-"""Mantissa bits of reads, and of parts that add up to a contrast: 2**-17."""
+"""Mantissa bits of the numbers of pairs that are not kept as falling codes: off by 2**-11."""
 COARSE_BITS = 7
-"""Mantissa bits of contrasts and ablations of features, and of norms of what they write: 2**-8."""
+"""Mantissa bits of measured errors; in a compact store also of contrasts and ablations of features,
+and of norms of what they write: off by 2**-8."""
+SUM_BITS = 16
+"""In a compact store, of reads and of parts that add up to a contrast: 2**-17."""
 ROUGH_BITS = 6
-"""Mantissa bits of contrasts of pairs and of the parts of a read: 2**-7."""
+"""In a compact store, of contrasts of pairs and of the parts of a read: 2**-7."""
 STEPS_AN_OCTAVE = 720
 """Steps of a falling code that halve a value: relative error at most 2**-11."""
 _NOTHING = 0x7FFF

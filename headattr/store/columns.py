@@ -18,6 +18,8 @@ class Column(NamedTuple):
     layer's parts."""
     bits: int | None = None
     """Bits of mantissa that floats are rounded to; None: as computed."""
+    compact: int | None = None
+    """The same in a compact store, where it is not `bits`."""
 
     @property
     def first(self) -> "Column":
@@ -34,19 +36,19 @@ EDGE: dict[str, Column] = {
     "contrast_completeness": Column("contrast_completeness", "scalar", COARSE_BITS),
     "totals": Column("qk/totals", "array"),
     "values": Column("qk/value", "falling"),
-    "pair_contrasts": Column("qk/contrast", "array", ROUGH_BITS),
+    "pair_contrasts": Column("qk/contrast", "array", PAIR_BITS, ROUGH_BITS),
     "q_slots": Column("qk/q_slots", "q"),
     "k_slots": Column("qk/k_slots", "k"),
-    "q_contrast_totals": Column("qk/q_contrast_totals", "array", SUM_BITS),
-    "k_contrast_totals": Column("qk/k_contrast_totals", "array", SUM_BITS),
+    "q_contrast_totals": Column("qk/q_contrast_totals", "array", compact=SUM_BITS),
+    "k_contrast_totals": Column("qk/k_contrast_totals", "array", compact=SUM_BITS),
     "q_top": Column("qk/q_top", "q"),
     "q_marginals": Column("qk/q_marginals", "array"),
-    "q_contrasts": Column("qk/q_contrasts", "array", COARSE_BITS),
-    "q_ablations": Column("qk/q_ablations", "array", COARSE_BITS),
+    "q_contrasts": Column("qk/q_contrasts", "array", compact=COARSE_BITS),
+    "q_ablations": Column("qk/q_ablations", "array", compact=COARSE_BITS),
     "k_top": Column("qk/k_top", "k"),
     "k_marginals": Column("qk/k_marginals", "array"),
-    "k_contrasts": Column("qk/k_contrasts", "array", COARSE_BITS),
-    "k_ablations": Column("qk/k_ablations", "array", COARSE_BITS),
+    "k_contrasts": Column("qk/k_contrasts", "array", compact=COARSE_BITS),
+    "k_ablations": Column("qk/k_ablations", "array", compact=COARSE_BITS),
 }
 BY_CONTRAST: dict[str, Column] = {
     "values": Column("qk/value", "array", PAIR_BITS),
@@ -56,14 +58,14 @@ BY_CONTRAST: dict[str, Column] = {
 PARTS: dict[str, Column] = {
     "q_parts": Column("qk/q_parts", "part"),
     "q_part_marginals": Column("qk/q_part_marginals", "array"),
-    "q_part_contrasts": Column("qk/q_part_contrasts", "array", COARSE_BITS),
+    "q_part_contrasts": Column("qk/q_part_contrasts", "array", compact=COARSE_BITS),
     "k_parts": Column("qk/k_parts", "part"),
     "k_part_marginals": Column("qk/k_part_marginals", "array"),
-    "k_part_contrasts": Column("qk/k_part_contrasts", "array", COARSE_BITS),
+    "k_part_contrasts": Column("qk/k_part_contrasts", "array", compact=COARSE_BITS),
 }
 OV_PARTS: dict[str, Column] = {
     "v_parts": Column("ov/v_parts", "part"),
-    "v_part_norms": Column("ov/v_part_norms", "array", COARSE_BITS),
+    "v_part_norms": Column("ov/v_part_norms", "array", compact=COARSE_BITS),
 }
 """Only where kinds of the basis have members."""
 CAPPED: dict[str, Column] = {"score_capped": Column("score_capped", "scalar")}
@@ -74,10 +76,10 @@ OV: dict[str, Column] = {
     "o_slots": Column("ov/o_slots", "o"),
     "completeness": Column("ov/completeness", "scalar", COARSE_BITS),
     "v_top": Column("ov/v_top", "k"),
-    "v_norms": Column("ov/v_norms", "array", COARSE_BITS),
+    "v_norms": Column("ov/v_norms", "array", compact=COARSE_BITS),
     "o_top": Column("ov/o_top", "o"),
-    "o_reads": Column("ov/o_reads", "array", SUM_BITS),
-    "o_totals": Column("ov/o_totals", "array", ROUGH_BITS),
+    "o_reads": Column("ov/o_reads", "array", compact=SUM_BITS),
+    "o_totals": Column("ov/o_totals", "array", compact=ROUGH_BITS),
 }
 
 Rank = Literal["value", "contrast"]

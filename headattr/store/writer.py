@@ -77,6 +77,7 @@ def new_shard(
     longest: int,
     rank: Rank = "value",
     filters: Filter = "zstd",
+    compact: bool = False,
 ) -> Iterator["ShardWriter"]:
     """Publish `NNNNN.h5`, then `NNNNN.json` with its rows and hash, when the block ends well.
 
@@ -90,7 +91,7 @@ def new_shard(
             file.attrs.update(
                 format=SHARD_FORMAT, version=VERSION, manifest_hash=manifest_hash, shard=index
             )
-            writer = ShardWriter(file, plans, key_type(longest), rank, filters)
+            writer = ShardWriter(file, plans, key_type(longest), rank, filters, compact)
             yield writer
             edges, written = writer.finish(), receipt(file)
         sync(temporary)
@@ -120,6 +121,7 @@ class ShardWriter:
         keys: np.dtype[Any],
         rank: Rank,
         filters: Filter,
+        compact: bool,
     ) -> None:
         """An empty shard; `keys`: the type of edge keys."""
         self.file, self.prompts = file, list[PromptRecord]()
@@ -127,7 +129,9 @@ class ShardWriter:
         self.set_aside: list[dict[str, Any]] = []
         """Prompts that failed, for the sidecar."""
         self.sources: dict[int, SourceWriter] = {}
-        self.layers = {plan.layer: _Layer(file, plan, keys, rank, filters) for plan in plans}
+        self.layers = {
+            plan.layer: _Layer(file, plan, keys, rank, filters, compact) for plan in plans
+        }
 
     def add_prompt(self, prompt: PromptRecord) -> None:
         """The next prompt; its layers follow."""
@@ -202,6 +206,7 @@ class _Layer:
     keys: np.dtype[Any]
     rank: Rank
     filters: Filter
+    compact: bool
     facts: list[LayerFacts] = field(default_factory=list)
     counts: list[NDArray[np.int64]] = field(default_factory=list)
     """Edges of each prompt by head; the last is the prompt at work."""
@@ -212,7 +217,8 @@ class _Layer:
         if name not in self.columns:
             group = self.file.require_group(f"layer/{self.plan.layer}")
             chunk = SCALAR_CHUNK if column.kind == "scalar" else PAIR_CHUNK
-            kept = Growing(group, column.dataset, chunk, self.filters, bits=column.bits)
+            bits = column.compact if self.compact and column.compact else column.bits
+            kept = Growing(group, column.dataset, chunk, self.filters, bits=bits)
             kept.slots = self.slots.get(column.kind)
             self.columns[name] = kept
         return self.columns[name]
