@@ -6,9 +6,12 @@
 4 where there are many shards, one index over all
 """
 
+import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from threading import current_thread, main_thread
 from typing import Any
 
 from headattr.batch import Advance, Batch, FailedPrompts, rows_of_prompt
@@ -67,7 +70,12 @@ def execute(run: Run) -> Store:
     left = [prompt for index, prompts in shards if index not in done for prompt in prompts]
     layers.budget.check({prompt.id: len(prompt.tokens) for prompt in left})
     begin(folder, run.manifest, labels)
-    with _progress(run) as advance:
+    with _progress(run) as told, _interrupts() as interrupted:
+
+        def advance(rows: int) -> None:
+            interrupted()
+            told(rows)
+
         for index, prompts in shards:
             if index not in done:
                 with new_shard(
@@ -83,10 +91,11 @@ def execute(run: Run) -> Store:
                     attribute_prompts(layers, prompts, shard, advance)
             else:
                 advance(sum(rows_of_prompt(run, prompt) for prompt in prompts))
-    store = Store(folder)
-    if len(store.shards) >= WORTH and store.merged is None:
-        make_index(store)
-        store.refresh()
+        store = Store(folder)
+        if len(store.shards) >= WORTH and store.merged is None:
+            make_index(store)
+            store.refresh()
+        interrupted()
     return store
 
 
@@ -114,6 +123,33 @@ def attribute_prompts(
                 for i, error in failed.errors.items():
                     set_aside(left[i], error)
                 left = [prompt for i, prompt in enumerate(left) if i not in failed.errors]
+
+
+@contextmanager
+def _interrupts() -> Iterator[Callable[[], None]]:
+    """Ctrl-C inside interrupts as ever. Python drops what is raised in the callback of a weak
+    reference, of which HDF5's objects have many: what is given raises an interrupt that was lost
+    so."""
+    came = False
+
+    def interrupt(*_: object) -> None:
+        nonlocal came
+        came = True
+        raise KeyboardInterrupt
+
+    def interrupted() -> None:
+        if came:
+            raise KeyboardInterrupt
+
+    before = signal.getsignal(signal.SIGINT)
+    ours = before is signal.default_int_handler and current_thread() is main_thread()
+    if ours:
+        signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield interrupted
+    finally:
+        if ours:
+            signal.signal(signal.SIGINT, before)
 
 
 class _progress:
