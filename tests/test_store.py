@@ -457,8 +457,40 @@ def test_pairs_and_measured_errors_are_rounded_and_nothing_else(
             assert np.isfinite(column).all(), name
 
 
+def test_a_portable_store_is_the_same_and_needs_no_filter_but_hdf5s_own(
+    model: Any, tmp_path: Path
+) -> None:
+    basis, stores = {0: "tokens", 1: tiny.sae(layer=1)}, {}
+    for name, portable in (("plain", False), ("portable", True)):
+        out = tmp_path / name
+        headattr.attribute(model, basis, TEXTS[:3], out, portable=portable).close()
+        stores[name] = content(out)
+    used: set[Any] = set()
+    with h5py.File(tmp_path / "portable" / "shards" / "00000.h5") as shard:
+        shard.visititems(
+            lambda _, item: used.add(item.compression) if isinstance(item, h5py.Dataset) else None
+        )
+        filters: list[int] = []
+        shard.visititems(
+            lambda _, item: (
+                filters.extend(
+                    item.id.get_create_plist().get_filter(i)[0]
+                    for i in range(item.id.get_create_plist().get_nfilters())
+                )
+                if isinstance(item, h5py.Dataset)
+                else None
+            )
+        )
+    assert used == {None, "gzip"}
+    assert set(filters) == {h5py.h5z.FILTER_DEFLATE, h5py.h5z.FILTER_SHUFFLE}
+    assert stores["plain"].keys() == stores["portable"].keys()
+    for name, column in stores["plain"].items():
+        if isinstance(column, np.ndarray):
+            assert np.array_equal(stores["portable"][name], column), name
+
+
 def test_a_compact_store_is_the_same_but_for_its_stated_roundings(
-    finished: Path, model: Any, tmp_path: Path
+    model: Any, tmp_path: Path
 ) -> None:
     options = {"edges": "all", "prompts_per_shard": 3, "batch_size": 1}
     basis, out = {0: "tokens", 1: tiny.sae(layer=1)}, tmp_path / "results"
