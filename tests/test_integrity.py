@@ -100,27 +100,36 @@ LOW = {
     *(f"source/{s}/inverse/{part}" for s in (0, 1) for part in ("ptr", "position")),
     *(f"layer/2/index/{role}/{part}" for role in "qkvo" for part in ("feature", "ptr", "step")),
     *(f"layer/2/index/{r}/best_{part}" for r in "qkvo" for part in ("ptr", "row", "strength")),
-    *(f"layer/2/{name}" for name in ("group_ptr", "key", "flagged", "completeness")),
-    *("layer/2/contrast_completeness", "layer/2/ov/completeness", "layer/2/ov/v_part_norms"),
-    *(f"layer/2/ov/{name}" for name in ("v_top", "v_norms", "o_top", "o_totals")),
-    *(f"layer/2/qk/{side}_{name}" for side in "qk" for name in ("top", "marginals", "contrasts")),
-    *(f"layer/2/qk/{side}_{name}" for side in "qk" for name in ("ablations", "part_contrasts")),
-    *("layer/2/qk/contrast", "layer/2/qk/q_contrast_totals", "layer/2/qk/k_contrast_totals"),
+    *(f"layer/2/tally/{table}/{part}" for table in ("qk", "ov") for part in ("ptr", "edges")),
+    *(f"layer/2/tally/{table}/{part}" for table in ("qk", "ov") for part in ("left", "right")),
+    *(f"layer/2/tally/{table}/{part}" for table in ("qk", "ov") for part in ("total", "size")),
+    *(
+        f"layer/2/tally/{table}/missed_{part}"
+        for table in ("qk", "ov")
+        for part in ("count", "size")
+    ),
+    *(f"layer/2/{name}" for name in ("group_ptr", "key", "flagged", "completeness", "score")),
+    *("layer/2/contrast_completeness", "layer/2/ov/completeness", "layer/2/tally/score_size"),
+    *(f"layer/2/ov/{name}" for name in ("v_top", "v_norms", "o_top", "o_reads")),
+    *(f"layer/2/ov/{name}" for name in ("value", "value_first", "v_slots", "o_slots")),
+    *(f"layer/2/qk/{side}_{name}" for side in "qk" for name in ("top", "marginals", "slots")),
+    *("layer/2/qk/contrast", "layer/2/qk/value", "layer/2/qk/value_first"),
 }
 """The lowest bit of a number in the middle is contradicted by something else."""
 HIGH = {
-    *("prompt/token", "layer/2/score", "layer/2/score_capped", "layer/2/score_contrast"),
+    *("prompt/token", "layer/2/score_capped", "layer/2/score_contrast"),
     *("layer/2/pattern", "layer/2/feature_share", "layer/2/pattern_error", "layer/2/share_sums"),
-    *("layer/2/qk/totals", "layer/2/qk/value", "layer/2/qk/value_first"),
-    *(f"layer/2/qk/{side}_{name}" for side in "qk" for name in ("slots", "parts")),
-    *(f"layer/2/ov/{name}" for name in ("value", "value_first", "v_slots", "o_slots", "v_parts")),
+    *("layer/2/qk/totals", "layer/2/qk/q_contrast_totals", "layer/2/qk/k_contrast_totals"),
+    *("layer/2/qk/q_parts", "layer/2/qk/k_parts", "layer/2/ov/v_parts"),
     "layer/2/ov/block_completeness",
 }
 """The highest bit is: what is computed cannot be told to the last bit."""
 HASH = {
     *("prompt/token_text", "prompt/text", "prompt/extra", "prompt/truncated"),
     *("source/0/act", "source/1/act", "layer/2/sink_share"),
-    *("layer/2/qk/q_part_marginals", "layer/2/qk/k_part_marginals"),
+    *("layer/2/ov/o_totals", "layer/2/ov/v_part_norms"),
+    *(f"layer/2/qk/{side}_{name}" for side in "qk" for name in ("contrasts", "ablations")),
+    *(f"layer/2/qk/{side}_part_{name}" for side in "qk" for name in ("marginals", "contrasts")),
 }
 """Nothing else says these numbers and texts: only the hash tells."""
 

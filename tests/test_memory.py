@@ -33,8 +33,9 @@ from headattr.errors import ProofError, UsageError
 from headattr.model.capture import PromptCapture, capture, pad
 from headattr.model.forward import eager_in_blocks
 from headattr.model.load import load_model
-from headattr.store import check
+from headattr.store import check_layer
 from headattr.store.check import check_store
+from headattr.store.format import file_hash
 from headattr.store.spread import Spread
 from headattr.tables import LayerTable
 
@@ -593,7 +594,7 @@ def test_a_check_by_blocks_of_edges_finds_the_same(
         _mend_hash(path)
         answers = []
         for step in (1 << 16, rows):
-            monkeypatch.setattr(check, "_ROWS", step)
+            monkeypatch.setattr(check_layer, "_ROWS", step)
             with headattr.open_store(tmp_path / "out") as store:
                 answers.append(check_store(store))
         assert answers[0] == answers[1]
@@ -613,7 +614,7 @@ def _swap(dataset: Any, at: int, other: int) -> None:
 def _mend_hash(path: Path) -> None:
     sidecar = path.with_suffix(".json")
     said = json.loads(sidecar.read_text())
-    said |= {"sha256": check.file_hash(path), "bytes": path.stat().st_size}
+    said |= {"sha256": file_hash(path), "bytes": path.stat().st_size}
     sidecar.write_text(json.dumps(said))
 
 

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from headattr.store.index import write_role
 from headattr.store.shard import Shard
 from headattr.store.sources import inverse_of
+from headattr.store.tallies import write_tallies
 from headattr.store.view import LayerView
 
 _ROWS = 1 << 20
@@ -117,19 +118,28 @@ def _count_problems(group: Any, counted: NDArray[np.bool_] | None, positions: in
 
 
 def index_problems(view: LayerView) -> list[str]:
-    """Indexes that are not those that its columns have: they are made again, and compared."""
+    """Indexes and tallies that are not those that the columns have: they are made again, and
+    compared."""
     problems = []
-    for role in view.roles:
-        name = f"index/{role.name}"
-        with h5py.File("check.h5", "w", driver="core", backing_store=False) as scratch:
-            wanted = scratch.create_group(name)
-            write_role(view, role, wanted, "zstd")
-            for part, dataset in wanted.items():
-                if part not in view.group[name]:
-                    problems.append(f"{name}/{part} is missing")
-                elif not _same(view.group[f"{name}/{part}"], dataset):
-                    problems.append(f"{name}/{part} does not agree with the strongest features")
+    with h5py.File("check.h5", "w", driver="core", backing_store=False) as scratch:
+        for role in view.roles:
+            write_role(view, role, scratch.create_group(f"index/{role.name}"), "zstd")
+        write_tallies(view, scratch.create_group("tally"), "zstd")
+        for name, dataset in _datasets(scratch):
+            if name not in view.group:
+                problems.append(f"{name} is missing")
+            elif not _same(view.group[name], dataset):
+                whose = "kept pairs" if name.startswith("tally") else "strongest features"
+                problems.append(f"{name} does not agree with the {whose}")
     return problems
+
+
+def _datasets(group: Any) -> list[tuple[str, Any]]:
+    found: list[tuple[str, Any]] = []
+    group.visititems(
+        lambda name, item: found.append((name, item)) if isinstance(item, h5py.Dataset) else None
+    )
+    return found
 
 
 def _same(one: Any, other: Any) -> bool:

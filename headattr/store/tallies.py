@@ -7,6 +7,7 @@ beside them, the most that a pair which is left out can have.
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
+import h5py
 import numpy as np
 from numpy.typing import NDArray
 
@@ -68,15 +69,15 @@ def head_sums(view: LayerView) -> NDArray[np.float64]:
     return sums
 
 
-def write_tallies(view: LayerView, filters: Filter) -> None:
-    """The tallies of a layer whose columns are written."""
+def write_tallies(view: LayerView, into: h5py.Group, filters: Filter) -> None:
+    """The tallies of a layer whose columns are written, into an empty group."""
     sizes = np.zeros(len(view.heads))
     for rows in _blocks(view):
         score = np.abs(view.take("score", rows).astype(np.float64))
         sizes += np.bincount(view.where(rows).head, score, len(sizes))
-    view.group.require_group("tally")["score_size"] = sizes
+    into["score_size"] = sizes
     for table in ("qk", "ov") if view.output is not None else ("qk",):
-        group = view.group.require_group(f"tally/{table}")
+        group = into.create_group(table)
         found = _of_heads(view, table)
         ptr = np.cumsum([0, *(len(one.left) for one in found)], dtype=np.int64)
         types = {"left": np.uint32, "right": np.uint32, "edges": np.uint32}

@@ -179,7 +179,7 @@ class ShardWriter:
         for layer in self.layers:
             view = LayerView(self.file, layer)
             write_index(view, self.filters)
-            write_tallies(view, self.filters)
+            write_tallies(view, view.group.require_group("tally"), self.filters)
         return edges
 
 
