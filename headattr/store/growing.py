@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 from headattr.errors import StoreError
 from headattr.store.coding import decode_slots, encode_slots, round_values
 
-Filter = Literal["zstd", "gzip"]
-"""How chunks are compressed: zstd needs the package hdf5plugin, gzip HDF5 alone."""
+Filter = Literal["zstd", "gzip", "checked"]
+"""How chunks are compressed: zstd needs the package hdf5plugin, gzip HDF5 alone; checked is zstd
+with a checksum, for a file that has no sidecar with its hash."""
 
 _HELD = 4096
 """Rows that are held at least before some are written: few large writes are faster."""
@@ -125,6 +126,8 @@ class Growing:
     def _compression(self) -> dict[str, Any]:
         if self.filters == "gzip":
             return {"shuffle": True, "compression": "gzip", "compression_opts": 1}
+        if self.filters == "checked":
+            return {"shuffle": True, "fletcher32": True, **hdf5plugin.Zstd(clevel=3)}
         if self.bits is not None:  # what is left of a rounded float is no whole number of bytes
             return dict(hdf5plugin.Bitshuffle(cname="zstd", clevel=3))
         return {"shuffle": True, **hdf5plugin.Zstd(clevel=3)}

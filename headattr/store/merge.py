@@ -55,7 +55,7 @@ def make_index(store: Store) -> Path:
     Raises StoreError where one of them is damaged, or the disk refuses.
     """
     path = store.path / NAME
-    filters: Filter = "zstd"
+    filters: Filter = "checked"
     try:
         with published(path) as temporary, h5py.File(temporary, "w") as file:
             file.attrs.update(format=FORMAT, manifest_hash=store.manifest["hash"])

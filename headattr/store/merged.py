@@ -38,7 +38,10 @@ def open_merged(folder: Path, manifest_hash: str, shards: Sequence[Shard]) -> "M
         )
     except (OSError, KeyError, RuntimeError):
         return None
-    return Merged(file) if same else None
+    if not same:
+        file.close()
+        return None
+    return Merged(file)
 
 
 class Merged:
